@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What users of each library write to clip, as text; the text that is shown is the text that runs."""
+"""What users of each library write to clip, as text.
+
+The text that is shown is the text that runs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ OPTAX = {
     "import": "import jax, optax, optax.contrib, jax.numpy as jnp",
     "global norm": "optax.tree.norm(grads)",
     "by global norm": "optax.clip_by_global_norm(c).update(grads, optax.EmptyState())[0]",
-    "each tensor by root mean square": "optax.clip_by_block_rms(c).update(grads, optax.EmptyState())[0]",
+    "each tensor by root mean square": (
+        "optax.clip_by_block_rms(c).update(grads, optax.EmptyState())[0]"
+    ),
     "sum of clipped examples": "optax.per_example_global_norm_clip(grads, c)[0]",
     "by value": "optax.clip(c).update(grads, optax.EmptyState())[0]",
 }
@@ -60,13 +65,17 @@ UNICLIP = {
     "each tensor by norm": "uc.clip_by_norm(grads, c)",
     "each row by norm": "uc.clip_by_norm(grads, c, axis=1)",
     "each tensor by root mean square": "uc.clip(grads, uc.by_block_rms(c))[0]",
-    "sum of clipped examples": "[g.sum(0) for g in uc.clip(grads, uc.Rule(c, scope=uc.scopes.each_example))[0]]",
+    "sum of clipped examples": (
+        "[g.sum(0) for g in uc.clip(grads, uc.Rule(c, scope=uc.scopes.each_example))[0]]"
+    ),
     "by value": "uc.clip_by_value(grads, -c, c)",
 }
 DEFINITIONS = {
     "import": "import numpy as np; from calls import norm, shrunk",
     "global norm": "norm(np.concatenate([g.ravel() for g in grads]))",
-    "by global norm": "[shrunk(g, norm(np.concatenate([g.ravel() for g in grads])), c) for g in grads]",
+    "by global norm": (
+        "[shrunk(g, norm(np.concatenate([g.ravel() for g in grads])), c) for g in grads]"
+    ),
     "each tensor by norm": "[shrunk(g, norm(g), c) for g in grads]",
     "each row by norm": "[shrunk(g, norm(g, 1), c) for g in grads]",
     "each tensor by root mean square": "[shrunk(g, norm(g) / g.size**0.5, c) for g in grads]",
@@ -115,7 +124,11 @@ class Library:
         """Return a result as a dense NumPy array."""
         if getattr(array, "is_sparse", hasattr(array, "indices")):
             return self.framework.dense(array)
-        return np.asarray(array) if isinstance(array, (float, np.ndarray)) else self.framework.numpy(array)
+        return (
+            np.asarray(array)
+            if isinstance(array, (float, np.ndarray))
+            else self.framework.numpy(array)
+        )
 
 
 class InPlace(Library):
@@ -136,13 +149,17 @@ class Optimizer(Library):
 
     def call(self, kind: str, grads: list[Any], c: float, **places: Any) -> Any:
         """Return the gradients that were applied."""
-        weights = [self.modules["keras"].Variable(np.zeros(g.shape), dtype=g.dtype.name) for g in grads]
+        weights = [
+            self.modules["keras"].Variable(np.zeros(g.shape), dtype=g.dtype.name) for g in grads
+        ]
         super().call(kind, grads, c, weights=weights, **places)
         return [-w.numpy() for w in weights]
 
 
 class Indexed(JAX):
-    """JAX, where optax may clip the row numbers of a sparse array as well, which makes floats of them."""
+    """JAX, where optax may clip the row numbers of a sparse array as well,
+    which makes floats of them.
+    """
 
     def dense(self, leaf: Any) -> np.ndarray:
         """Take the row numbers for integers."""
@@ -166,7 +183,9 @@ class Float64(Framework):
     def gradient(self, function: Callable[[Any], Any], x: Any) -> np.ndarray:
         """Take central differences; where there is a kink, that is the mean of both sides."""
         step = 1e-6
-        return np.asarray([(function(x + h) - function(x - h)) / (2 * step) for h in step * np.eye(x.size)])
+        return np.asarray(
+            [(function(x + h) - function(x - h)) / (2 * step) for h in step * np.eye(x.size)]
+        )
 
 
 TRUTH = Library("the definition", Float64(), DEFINITIONS)

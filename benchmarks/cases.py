@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What the clipping functions are compared on: one gradient, one kind of call and one limit each, in groups."""
+"""What the clipping functions are compared on: one gradient,
+one kind of call and one limit each, in groups.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,17 @@ from typing import Any
 import numpy as np
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2}
-"""The largest relative error that counts as right: what rounding to half precision costs, else 1e-5."""
+"""The largest relative error that counts as right:
+what rounding to half precision costs, else 1e-5.
+"""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A sparse gradient of a matrix of 8 rows and one column; a row that occurs twice counts as the sum."""
+    """A sparse gradient of a matrix of 8 rows and one column.
+
+    A row that occurs twice counts as the sum.
+    """
 
     rows: tuple[int, ...]
     values: tuple[float, ...]
@@ -46,7 +53,9 @@ class Case:
     @property
     def needs(self) -> set[str]:
         """What some libraries lack."""
-        return {"sparse" for g in self.grads if isinstance(g, Rows)} | {"derivative"} & {self.measure}
+        return {"sparse" for g in self.grads if isinstance(g, Rows)} | {"derivative"} & {
+            self.measure
+        }
 
 
 HALF, BRAIN, COMPLEX, MIXED = ("float16",), ("bfloat16",), ("complex64",), ("float16", "float32")
@@ -55,7 +64,12 @@ THOUSANDS = np.full(10_000, 1000.0)
 MANY = np.random.default_rng(0).standard_normal(10_000_000, dtype="float32")
 SHARED = [1.0, 1.0]  # one list, so one array
 BELOW, BELOW_IN_WORDS = [[0.5, 0.1, 0.3]], "`[0.5, 0.1, 0.3]` at the limits 1 to 199"
-NORM, GLOBAL, VALUE, EXAMPLES = "global norm", "by global norm", "by value", "sum of clipped examples"
+NORM, GLOBAL, VALUE, EXAMPLES = (
+    "global norm",
+    "by global norm",
+    "by value",
+    "sum of clipped examples",
+)
 TENSOR, ROW, RMS = "each tensor by norm", "each row by norm", "each tensor by root mean square"
 
 GROUPS: dict[str, list[Case]] = {
@@ -63,18 +77,35 @@ GROUPS: dict[str, list[Case]] = {
         Case("An ordinary gradient, clipped by its global norm", GLOBAL, [[3.0, 4.0], [12.0]], 6.5),
         Case("An ordinary gradient, clipped by value", VALUE, [[3.0, -0.5]]),
         Case("An ordinary gradient, each tensor clipped by its norm", TENSOR, [[3.0, 4.0], [0.5]]),
-        Case("An ordinary gradient, each tensor clipped by its root mean square", RMS, [[3.0, -3.0], [0.5]]),
+        Case(
+            "An ordinary gradient, each tensor clipped by its root mean square",
+            RMS,
+            [[3.0, -3.0], [0.5]],
+        ),
         Case("An ordinary gradient, each row clipped by its norm", ROW, [[[3.0, 4.0], [0.0, 0.5]]]),
-        Case("An ordinary gradient, the sum of clipped examples", EXAMPLES, [[[3.0, 4.0], [0.0, 0.5]]]),
+        Case(
+            "An ordinary gradient, the sum of clipped examples",
+            EXAMPLES,
+            [[[3.0, 4.0], [0.0, 0.5]]],
+        ),
         Case("The norm of an ordinary gradient", NORM, [[3.0, 4.0], [12.0]]),
     ],
     "range": [
         Case("A finite gradient of 1e30", GLOBAL, [[1e30, 1.0]]),
         Case("A finite gradient of 1e30, each tensor by its norm", TENSOR, [[1e30, 1.0]]),
         Case("A finite gradient of 1e30, by root mean square", RMS, [[1e30, -1e30]]),
-        Case("One example of 1e30, the sum of clipped examples", EXAMPLES, [[[1e30, 0.0], [0.0, 3.0]]]),
+        Case(
+            "One example of 1e30, the sum of clipped examples",
+            EXAMPLES,
+            [[[1e30, 0.0], [0.0, 3.0]]],
+        ),
         Case("A limit of ∞, only to measure", GLOBAL, [[1e30, 1.0]], math.inf),
-        Case("A limit far above an ordinary gradient, each tensor by its norm", TENSOR, [[1e10, 1.0]], 1e30),
+        Case(
+            "A limit far above an ordinary gradient, each tensor by its norm",
+            TENSOR,
+            [[1e10, 1.0]],
+            1e30,
+        ),
         Case("A gradient of 1e-30 above its limit", GLOBAL, [[3e-30, 4e-30]], 1e-30),
         Case("The norm of a gradient of 1e-30", NORM, [[3e-30, 4e-30]]),
         Case("Clip by value, which needs no norm", VALUE, [[1e30, -1e-30]]),
@@ -85,14 +116,32 @@ GROUPS: dict[str, list[Case]] = {
         Case("A NaN in one of two tensors, each by its norm", TENSOR, [[math.nan, 1.0], [2.0]]),
         Case("A NaN in one of two rows, each by its norm", ROW, [[[math.nan, 1e10], [0.0, 3.0]]]),
         Case("∞ in one of two rows, each by its norm", ROW, [[[math.inf, -math.inf], [0.0, 3.0]]]),
-        Case("A NaN in one of two examples, the sum of clipped examples", EXAMPLES, [[[math.nan, 1e10], [0.0, 3.0]]]),
-        Case("∞ in one of two examples, the sum of clipped examples", EXAMPLES, [[[math.inf, -math.inf], [0.0, 3.0]]]),
+        Case(
+            "A NaN in one of two examples, the sum of clipped examples",
+            EXAMPLES,
+            [[[math.nan, 1e10], [0.0, 3.0]]],
+        ),
+        Case(
+            "∞ in one of two examples, the sum of clipped examples",
+            EXAMPLES,
+            [[[math.inf, -math.inf], [0.0, 3.0]]],
+        ),
     ],
     "half": [
         Case("The norm of 500 bfloat16 tensors", NORM, ONES, 1.0, BRAIN, ONES_IN_WORDS),
-        Case("The norm of 500 bfloat16 tensors after clipping", GLOBAL, ONES, 20.0, BRAIN, ONES_IN_WORDS, "norm_after"),
+        Case(
+            "The norm of 500 bfloat16 tensors after clipping",
+            GLOBAL,
+            ONES,
+            20.0,
+            BRAIN,
+            ONES_IN_WORDS,
+            "norm_after",
+        ),
         Case("A float16 gradient of 400", GLOBAL, [[300.0, 400.0]], 250.0, HALF),
-        Case("10,000 float16 entries of 1000", GLOBAL, [THOUSANDS], 1000.0, HALF, "`[1000, 1000, …]`"),
+        Case(
+            "10,000 float16 entries of 1000", GLOBAL, [THOUSANDS], 1000.0, HALF, "`[1000, 1000, …]`"
+        ),
         Case("float16 and float32 in one model", GLOBAL, [[3.0], [1e5]], 5e4, MIXED),
         Case("The norm of a float16 gradient of 1e-4", NORM, [[1e-4, 1e-4]], 1.0, HALF),
     ],
@@ -111,24 +160,47 @@ GROUPS: dict[str, list[Case]] = {
         Case("A limit of NaN", GLOBAL, [[3.0, 4.0]], math.nan),
         Case("A limit of 0", GLOBAL, [[3.0, 4.0]], 0.0),
         Case("A limit of 0 and a gradient of 0", GLOBAL, [[0.0, 0.0]], 0.0),
-        Case("A limit of 0 and a gradient of 0, each tensor by its norm", TENSOR, [[0.0, 0.0]], 0.0),
+        Case(
+            "A limit of 0 and a gradient of 0, each tensor by its norm", TENSOR, [[0.0, 0.0]], 0.0
+        ),
         Case("A small gradient below a small limit", GLOBAL, [[6e-7, 8e-7]], 1.5e-6),
     ],
     "derivatives": [
         Case("Where the gradient is clipped", GLOBAL, [[3.0, 4.0]], measure="derivative"),
         Case("Where the gradient is 0", GLOBAL, [[0.0, 0.0]], measure="derivative"),
-        Case("Where the gradient is 0, each tensor by its norm", TENSOR, [[0.0, 0.0]], measure="derivative"),
-        Case("Where the gradient is 0, by root mean square", RMS, [[0.0, 0.0]], measure="derivative"),
+        Case(
+            "Where the gradient is 0, each tensor by its norm",
+            TENSOR,
+            [[0.0, 0.0]],
+            measure="derivative",
+        ),
+        Case(
+            "Where the gradient is 0, by root mean square", RMS, [[0.0, 0.0]], measure="derivative"
+        ),
         Case("Of the norm, where the gradient is 0", NORM, [[0.0, 0.0]], measure="derivative"),
     ],
     "digits": [
-        Case("Unclipped gradients that change, by global norm", GLOBAL, BELOW, words=BELOW_IN_WORDS, measure="altered"),
         Case(
-            "Unclipped gradients that change, each by its norm", TENSOR, BELOW, words=BELOW_IN_WORDS, measure="altered"
+            "Unclipped gradients that change, by global norm",
+            GLOBAL,
+            BELOW,
+            words=BELOW_IN_WORDS,
+            measure="altered",
+        ),
+        Case(
+            "Unclipped gradients that change, each by its norm",
+            TENSOR,
+            BELOW,
+            words=BELOW_IN_WORDS,
+            measure="altered",
         ),
         Case("A gradient exactly at its limit", GLOBAL, [[1.0, 0.0]], exact=True),
         Case(
-            "The largest norm after clipping", GLOBAL, [], words="100 random gradients of 50 entries", measure="largest"
+            "The largest norm after clipping",
+            GLOBAL,
+            [],
+            words="100 random gradients of 50 entries",
+            measure="largest",
         ),
         Case("The norm of 10 million numbers", NORM, [MANY], words="random, normally distributed"),
         Case("Two parameters that share one gradient array", GLOBAL, [SHARED, SHARED]),

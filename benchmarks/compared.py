@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Run each framework's own clipping function beside uniclip, and both beside the true result in float64.
+"""Run each framework's own clipping function beside uniclip,
+and both beside the true result in float64.
 
 Every result is the output of a call that this program makes; `cases` has what is called on what.
 """
@@ -56,7 +57,10 @@ def derivative(library: Library, case: Case) -> Leaves:
 def altered(library: Library, case: Case) -> Leaves:
     """Count the limits at which some bit changes, though all of them are above the norm."""
     before = library.numpy(arrays(library, case)[0])
-    after = [library.numpy(library.call(case.kind, arrays(library, case), float(c))[0]) for c in range(1, 200)]
+    after = [
+        library.numpy(library.call(case.kind, arrays(library, case), float(c))[0])
+        for c in range(1, 200)
+    ]
     return [np.asarray(sum(not np.array_equal(before, a) for a in after))]
 
 
@@ -67,7 +71,9 @@ def largest(library: Library, case: Case) -> Leaves:
     return [np.asarray(max(norm64([library.numpy(out)]) for out in outs))]
 
 
-MEASURES = {function.__name__: function for function in (clipped, norm_after, derivative, altered, largest)}
+MEASURES = {
+    function.__name__: function for function in (clipped, norm_after, derivative, altered, largest)
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,10 @@ def offers(library: Library, case: Case) -> bool:
 
 
 def result(library: Library, case: Case) -> Result:
-    """Return what a library returns or raises; an error is right only where there is nothing to return."""
+    """Return what a library returns or raises.
+
+    An error is right only where there is nothing to return.
+    """
     true = truth(case)
     _ = library.modules  # a library that is missing is no result
     try:
@@ -96,7 +105,10 @@ def result(library: Library, case: Case) -> Result:
             warnings.simplefilter("ignore")
             found = MEASURES[case.measure](library, case)
     except Exception as error:  # noqa: BLE001 - an error of any kind is a result here
-        return Result(ERROR if true else RIGHT, f"{type(error).__name__}: {first_words(error)}".removesuffix(": "))
+        return Result(
+            ERROR if true else RIGHT,
+            f"{type(error).__name__}: {first_words(error)}".removesuffix(": "),
+        )
     right = true and all(near(a, b, case.tolerance) for a, b in zip(found, true, strict=True))
     return Result(RIGHT if right else WRONG, shown(found))
 
@@ -109,11 +121,16 @@ def truth(case: Case) -> Leaves | None:
 
 @cache
 def verdicts(case: Case) -> dict[str, Result]:
-    """Return the result of each library, and one of uniclip on the arrays of all: a wrong one if there is any."""
+    """Return the result of each library, and one of uniclip on the arrays of all:
+    a wrong one if there is any.
+    """
     able = [library for library in LIBRARIES if offers(library, case)]
     frameworks = {library.framework.name: library for library in able}
     ours = [result(uniclip_on(library), case) for library in frameworks.values()]
-    found = {library.name: result(library, case) if library in able else Result(NONE) for library in LIBRARIES}
+    found = {
+        library.name: result(library, case) if library in able else Result(NONE)
+        for library in LIBRARIES
+    }
     return {"uniclip": next((one for one in ours if one.mark != RIGHT), ours[0])} | found
 
 
@@ -191,17 +208,31 @@ def first_words(error: Exception) -> str:
 
 
 def parts() -> dict[str, str]:
-    """Return the parts of the page by name, in Markdown; it shows no usual cases, in which all libraries are right."""
-    cases = {f"cases-{name}": "\n\n".join(map(block, cases)) for name, cases in GROUPS.items() if name != "usual"}
+    """Return the parts of the page by name, in Markdown.
+
+    It shows no usual cases, in which all libraries are right.
+    """
+    cases = {
+        f"cases-{name}": "\n\n".join(map(block, cases))
+        for name, cases in GROUPS.items()
+        if name != "usual"
+    }
     return {"tally": tally(itertools.chain(*GROUPS.values())), "versions": versions(), **cases}
 
 
 def tally(cases: Iterable[Case]) -> str:
-    """Return how many cases each library gets right, and how many some built-in function gets wrong."""
+    """Return how many cases each library gets right,
+    and how many some built-in function gets wrong.
+    """
     found = list(map(verdicts, cases))
     counts = {name: Counter(results[name].mark for results in found) for name in found[0]}
-    rows = [[name, *(str(marks[mark]) for mark in (RIGHT, WRONG, ERROR, NONE))] for name, marks in counts.items()]
-    wrong = sum(any(result.mark == WRONG for result in list(results.values())[1:]) for results in found)
+    rows = [
+        [name, *(str(marks[mark]) for mark in (RIGHT, WRONG, ERROR, NONE))]
+        for name, marks in counts.items()
+    ]
+    wrong = sum(
+        any(result.mark == WRONG for result in list(results.values())[1:]) for results in found
+    )
     rows.append(["at least one built-in", "", str(wrong), "", ""])
     return table([" ", "right", "wrong", "error", "none"], rows, "--:")
 
@@ -210,7 +241,9 @@ def versions() -> str:
     """Return what is run, and where."""
     everything = [*LIBRARIES, TRUTH, uniclip_on(TRUTH)]
     modules = [module for library in everything for module in library.modules.values()]
-    names = {m.__name__.partition(".")[0]: m.__version__ for m in modules if hasattr(m, "__version__")}
+    names = {
+        m.__name__.partition(".")[0]: m.__version__ for m in modules if hasattr(m, "__version__")
+    }
     texts = ", ".join(f"{name} {version}" for name, version in names.items())
     return f"{texts}; Python {platform.python_version()} on {platform.machine()}"
 
@@ -219,7 +252,11 @@ def block(case: Case) -> str:
     """Return what a case is, the true result, and what each library makes of it."""
     words = case.words or f"`{shown(case.grads)}`"
     dtype = "" if case.dtype == ("float32",) else f" in {' and '.join(case.dtype)}"
-    limit = "" if case.kind == "global norm" or case.measure == "altered" else f", limit {number(case.c)}"
+    limit = (
+        ""
+        if case.kind == "global norm" or case.measure == "altered"
+        else f", limit {number(case.c)}"
+    )
     right = f"`{shown(true)}`" if (true := truth(case)) else "an error"
     lines = [f"- {f'*{name}*':12} {result}" for name, result in verdicts(case).items()]
     return "\n".join([f"**{case.title}**: {words}{dtype}{limit}; right: {right}", "", *lines])
@@ -234,8 +271,10 @@ def table(heads: list[str], rows: Iterable[list[str]], align: str = "---") -> st
 
 def main() -> None:
     """Print the cases, then how many each library gets right."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--case", default="", metavar="TEXT", help="only the cases with TEXT in their title")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--case", default="", metavar="TEXT", help="only the cases with TEXT in their title"
+    )
     text = parser.parse_args().case.lower()
     chosen = [case for case in itertools.chain(*GROUPS.values()) if text in case.title.lower()]
     if not chosen:

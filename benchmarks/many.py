@@ -59,7 +59,9 @@ def shapes() -> dict[tuple[str, str], tuple[str, list[tuple[int, ...]]]]:
     wanted = [("jax", rule, count, square) for rule in RULES for count in (10, 100, 400)]
     wanted += [("jax", rule, 50, long) for rule in (GLOBAL, BY_NORM, "zclip", "adagc", AGC)]
     wanted += [("jax", GLOBAL, 1000, short)]
-    wanted += [("tensorflow", rule, count, square) for rule in (GLOBAL, "zclip") for count in (10, 300)]
+    wanted += [
+        ("tensorflow", rule, count, square) for rule in (GLOBAL, "zclip") for count in (10, 300)
+    ]
     wanted += [("torch", BY_NORM, count, square) for count in (10, 30)]
     return {
         (framework, f"{rule}, {count} leaves of {SIZES[shape]}"): (rule, [shape] * count)
@@ -73,25 +75,42 @@ JOBS = list(MANY)
 
 
 def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
-    """Yield the processor's time until a program is there, in JAX also of its compiler alone; and that of a run."""
+    """Yield the processor's time until a program is there, in JAX also of its compiler alone;
+    and that of a run.
+    """
     (rule, leaves), rng = MANY[framework, what], np.random.default_rng(0)
     grads, params = (
-        [FRAMEWORKS[framework].array(1e-3 * rng.standard_normal(shape)) for shape in leaves] for _ in range(2)
+        [FRAMEWORKS[framework].array(1e-3 * rng.standard_normal(shape)) for shape in leaves]
+        for _ in range(2)
     )
     made, programs, spent = updates(framework, rule, grads), {}, {NATIVE: [], "uniclip": []}
     for _ in range(BUILDS + 1):
         for name, (update, state) in made.items():
             programs[name], stages = build_program(framework, update, (grads, state, params))
             spent[name].append(stages)
-    for number, stage in enumerate(["first call", "compiler alone"] if framework == "jax" else ["first call"]):
+    for number, stage in enumerate(
+        ["first call", "compiler alone"] if framework == "jax" else ["first call"]
+    ):
         # The compiler itself has a first time, too.
-        yield {"stage": stage, **row({name: [stages[number] for stages in found[1:]] for name, found in spent.items()})}
-    runs = {name: partial(programs[name], grads, state, params) for name, (_, state) in made.items()}
+        yield {
+            "stage": stage,
+            **row(
+                {name: [stages[number] for stages in found[1:]] for name, found in spent.items()}
+            ),
+        }
+    runs = {
+        name: partial(programs[name], grads, state, params) for name, (_, state) in made.items()
+    }
     yield {"stage": "a run", **interleave(runs, lambda: None, rounds)}
 
 
-def build_program(framework: str, update: Any, given: Any) -> tuple[Callable[..., Any], list[float]]:
-    """Compile a function; return it, and the seconds from the start, and of the compiler alone if that is known."""
+def build_program(
+    framework: str, update: Any, given: Any
+) -> tuple[Callable[..., Any], list[float]]:
+    """Compile a function.
+
+    Return it, and the seconds from the start, and of the compiler alone if that is known.
+    """
     if framework == "jax":
         import jax
 
@@ -128,9 +147,12 @@ Update = Callable[[Any, Any, Any], Any]
 
 
 def updates(framework: str, rule: str, grads: list[Any]) -> dict[str, tuple[Update, Any]]:
-    """Return what a framework has of the kind of a rule, and the rule, each with its first state."""
+    """Return what a framework has of the kind of a rule, and the rule,
+    each with its first state.
+    """
     ours = RULES[rule]
-    if framework == "torch":  # in place, as the lines by hand; the report is no output of the program
+    # in place, as the lines by hand; the report is no output of the program
+    if framework == "torch":
         return {NATIVE: (norms_by_hand, None), "uniclip": (partial(clip_in_place, ours), None)}
     if framework == "jax":
         native = (adagc, ([0.0] * len(grads), 0)) if rule == "adagc" else of_optax(rule, grads)
@@ -180,7 +202,9 @@ def of_optax(rule: str, grads: list[Any]) -> tuple[Update, Any]:
 
 
 def adagc(grads: list[Any], state: Any, _: Any) -> tuple[list[Any], Any]:
-    """Clip as AdaGC does, by hand: within the warm-up to the global norm, then each leaf to its average."""
+    """Clip as AdaGC does, by hand: within the warm-up to the global norm,
+    then each leaf to its average.
+    """
     import jax.numpy as jnp
 
     averages, step = state
@@ -190,7 +214,10 @@ def adagc(grads: list[Any], state: Any, _: Any) -> tuple[list[Any], Any]:
     pairs = list(zip(averages, norms, strict=True))
     factors = [jnp.where(warm, first, jnp.minimum(1.0, 1.05 * old / norm)) for old, norm in pairs]
     clipped = [norm * factor for norm, factor in zip(norms, factors, strict=True)]
-    least = [jnp.where(step == 0, size, jnp.minimum(old, size)) for old, size in zip(averages, clipped, strict=True)]
+    least = [
+        jnp.where(step == 0, size, jnp.minimum(old, size))
+        for old, size in zip(averages, clipped, strict=True)
+    ]
     mean = [0.98 * old + 0.02 * size for old, size in zip(averages, clipped, strict=True)]
     new = [jnp.where(warm, a, b) for a, b in zip(least, mean, strict=True)]
     return [grad * factor for grad, factor in zip(grads, factors, strict=True)], (new, step + 1)

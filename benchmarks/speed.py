@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Time uniclip beside each framework's own clipping: ``step``, in a step of training, or ``growth``, many leaves.
+"""Time uniclip beside each framework's own clipping: ``step``, in a step of training,
+or ``growth``, many leaves.
 
-In every round each contender runs as often as the others, in a random order; a ratio is the median of the rounds'
-ratios. Each framework has a process of its own. The documentation shows what is kept in ``docs/speed-step.json`` and
-``docs/speed-growth.json``.
+In every round each contender runs as often as the others, in a random order; a ratio is the median
+of the rounds' ratios. Each framework has a process of its own. The documentation shows what is kept
+in ``docs/speed-step.json`` and ``docs/speed-growth.json``.
 """
 
 from __future__ import annotations
@@ -28,15 +29,29 @@ from timing import Row
 from tqdm import tqdm
 
 DOCS = Path(__file__).parent.parent / "docs"
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "JAX_PLATFORMS": "cpu",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+}
 """Only the CPU is measured, and no program is kept from a run before."""
 COMMANDS = {"step": steps, "growth": many}
 
 
-def measured(command: str, framework: str, what: str, rounds: int) -> tuple[dict[str, str], list[Row]]:
-    """Return what the times depend on, and the rows of a job; this process imports no other framework."""
-    rows = [{"framework": framework, "what": what, **row} for row in COMMANDS[command].measure(framework, what, rounds)]
-    names = {"jax": ["jax", "optax"], "tensorflow": ["tensorflow", "keras"]}.get(framework, [framework])
+def measured(
+    command: str, framework: str, what: str, rounds: int
+) -> tuple[dict[str, str], list[Row]]:
+    """Return what the times depend on, and the rows of a job.
+
+    This process imports no other framework.
+    """
+    rows = [
+        {"framework": framework, "what": what, **row}
+        for row in COMMANDS[command].measure(framework, what, rounds)
+    ]
+    names = {"jax": ["jax", "optax"], "tensorflow": ["tensorflow", "keras"]}.get(
+        framework, [framework]
+    )
     return {name: importlib.import_module(name).__version__ for name in names}, rows
 
 
@@ -45,7 +60,11 @@ def machine() -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", cpu.read_text("utf-8")) if cpu.exists() else None
     today = datetime.now(timezone.utc).date().isoformat()
-    return {"cpu": model[1] if model else platform.machine(), "cores": os.cpu_count(), "date": today}
+    return {
+        "cpu": model[1] if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "date": today,
+    }
 
 
 def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
@@ -59,19 +78,32 @@ def line(row: Row) -> str:
     about = [str(value) for name, value in row.items() if name not in {"us", "times", "clipped"}]
     about += {None: [], True: ["clipped"], False: ["not clipped"]}[row.get("clipped")]
     parts = [f"{name} {us:,.1f} µs" for name, us in row["us"].items()]
-    parts += [f"{name} {ratio:.2f} ({low:.2f}-{high:.2f})" for name, (low, ratio, high) in row["times"].items()]
+    parts += [
+        f"{name} {ratio:.2f} ({low:.2f}-{high:.2f})"
+        for name, (low, ratio, high) in row["times"].items()
+    ]
     return f"{', '.join(about)}: {'; '.join(parts)}"
 
 
 def main() -> None:
     """Measure what is asked for, print it, and keep it for the documentation."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("command", choices=COMMANDS, help="what to measure")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only rows with each of these words")
-    parser.add_argument("--rounds", type=int, default=15, help="the number of rounds, 15 unless given")
-    parser.add_argument("--out", type=Path, help="the file to write; docs/speed-COMMAND.json of all rows")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="only rows with each of these words"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="the number of rounds, 15 unless given"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the file to write; docs/speed-COMMAND.json of all rows"
+    )
     args = parser.parse_args()
-    jobs = [job for job in COMMANDS[args.command].JOBS if all(text in ", ".join(job) for text in args.only)]
+    jobs = [
+        job
+        for job in COMMANDS[args.command].JOBS
+        if all(text in ", ".join(job) for text in args.only)
+    ]
     if not jobs:
         parser.error(f"nothing has the words {' '.join(args.only)}")
     out = args.out or (None if args.only else DOCS / f"speed-{args.command}.json")
@@ -87,7 +119,8 @@ def main() -> None:
                     versions, found = versions | here, found + rows
                     bar.write("\n".join(map(line, rows)))
                     if out:
-                        save(out, machine() | {"versions": versions}, found)  # now, lest an error cost it
+                        # Now, lest an error cost it.
+                        save(out, machine() | {"versions": versions}, found)
                     bar.update()
 
 

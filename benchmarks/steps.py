@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping as it is in training: in PyTorch after a backward pass, in Keras and optax as part of a whole step."""
+"""Clipping as it is in training: in PyTorch after a backward pass,
+in Keras and optax as part of a whole step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ LAYERS = [32, 64, 64, 64, 64, 10]
 """The small MLP."""
 NETS = {"small MLP": LAYERS, "wide MLP": [784, 1024, 1024, 1024, 1024, 10]}
 PLAIN = "not clipped"
-BATCH, RATE, LIMIT = 128, 1e-6, 1e-3  # of whole steps: the weights hardly move, and every step is clipped
+# of whole steps: the weights hardly move, and every step is clipped
+BATCH, RATE, LIMIT = 128, 1e-6, 1e-3
 
 
 def layers(sizes: list[int], bias: bool = True) -> Any:  # noqa: FBT001, FBT002
@@ -49,7 +52,9 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "4 x 1 M": (partial(layers, [1000] * 5, bias=False), (8, 1000)),
 }
 """Each model of PyTorch, and the shape of its input."""
-JOBS = [("torch", what) for what in MODELS] + [(framework, net) for framework in ("tensorflow", "jax") for net in NETS]
+JOBS = [("torch", what) for what in MODELS] + [
+    (framework, net) for framework in ("tensorflow", "jax") for net in NETS
+]
 """What is measured: a framework, and a model."""
 
 
@@ -65,7 +70,9 @@ def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
 
 
 def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
-    """Time PyTorch's function, the drop-in, and the hooks of `attach` around a step, each after a backward pass."""
+    """Time PyTorch's function, the drop-in, and the hooks of `attach` around a step,
+    each after a backward pass.
+    """
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -113,7 +120,11 @@ def clips(params: list[Any], limit: float) -> dict[str, Call]:
             hook(attached, (attached,), {})
 
     native = partial(torch.nn.utils.clip_grad_norm_, params, limit)
-    return {NATIVE: native, "clip_grad_norm_": partial(clip_grad_norm_, params, limit), "attach": run_hooks}
+    return {
+        NATIVE: native,
+        "clip_grad_norm_": partial(clip_grad_norm_, params, limit),
+        "attach": run_hooks,
+    }
 
 
 def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call]]:
@@ -124,7 +135,11 @@ def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call
 
     adam = partial(keras.optimizers.Adam, RATE)
     ours = ClippedOptimizer(adam(), uc.by_global_norm(LIMIT))
-    for name, optimizer in {NATIVE: adam(global_clipnorm=LIMIT), "ClippedOptimizer": ours, PLAIN: adam()}.items():
+    for name, optimizer in {
+        NATIVE: adam(global_clipnorm=LIMIT),
+        "ClippedOptimizer": ours,
+        PLAIN: adam(),
+    }.items():
         dense = [keras.layers.Dense(n, activation="relu") for n in sizes[1:-1]]
         model = keras.Sequential([keras.Input(sizes[:1]), *dense, keras.layers.Dense(sizes[-1])])
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -159,4 +174,7 @@ def optax_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call
     for name, clip in {NATIVE: native, "to_optax": ours, PLAIN: optax.identity()}.items():
         transform = optax.chain(clip, optax.adam(RATE))
         held, call = [(start, transform.init(start))], jax.jit(partial(step, transform))
-        yield name, lambda held=held, call=call: held.append(jax.block_until_ready(call(*held.pop())))
+        yield (
+            name,
+            lambda held=held, call=call: held.append(jax.block_until_ready(call(*held.pop()))),
+        )

@@ -18,7 +18,9 @@ Row = dict[str, Any]
 
 
 def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
-    """Return the row of calls that run in a random order, each after a ``prepare()`` of its own, which is not timed."""
+    """Return the row of calls that run in a random order, each after a ``prepare()`` of its own,
+    which is not timed.
+    """
     order, shuffle = list(calls), random.Random(0).shuffle  # noqa: S311 - no secret
     medians: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -32,14 +34,19 @@ def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
                 spent[name].append(time.perf_counter() - start)
         for name, seconds in spent.items():
             medians[name].append(float(np.median(seconds)))
-    return row({name: seconds[1:] for name, seconds in medians.items()})  # what compiles does so in the first
+    # What compiles does so in the first.
+    return row({name: seconds[1:] for name, seconds in medians.items()})
 
 
 def row(seconds: dict[str, list[float]]) -> Row:
-    """Return the median time of each call, and the quartiles of the native time divided by each other one."""
+    """Return the median time of each call, and the quartiles of the native time divided by each
+    other one.
+    """
     times = {name: np.asarray(found) for name, found in seconds.items()}
     ratios = {name: times[NATIVE] / found for name, found in times.items() if name != NATIVE}
     return {
         "us": {name: 1e6 * float(np.median(found)) for name, found in times.items()},
-        "times": {name: np.quantile(found, [0.25, 0.5, 0.75]).tolist() for name, found in ratios.items()},
+        "times": {
+            name: np.quantile(found, [0.25, 0.5, 0.75]).tolist() for name, found in ratios.items()
+        },
     }

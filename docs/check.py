@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Build the documentation and look at its pages; exit with 1 if anything is wrong. Its examples run with the tests."""
+"""Build the documentation and look at its pages; exit with 1 if anything is wrong.
+
+Its examples run with the tests.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,19 @@ import check_pages
 HERE = Path(__file__).parent
 PAGES = HERE / "_build" / "html"
 # -a: an index for the search is only whole where all pages are written.
-BUILD = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-a", "-b", "html", str(HERE), str(PAGES)]
+BUILD = [
+    sys.executable,
+    "-m",
+    "sphinx",
+    "-W",
+    "-n",
+    "--keep-going",
+    "-a",
+    "-b",
+    "html",
+    str(HERE),
+    str(PAGES),
+]
 
 if __name__ == "__main__":
     sys.exit(subprocess.run(BUILD, check=False).returncode or check_pages.main(PAGES))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Run other libraries' functions beside uniclip on all frameworks, and write what the pages show of it.
+"""Run other libraries' functions beside uniclip on all frameworks,
+and write what the pages show of it.
 
 It takes some minutes; the pages are built from ``compared-pages.json``, and need no framework.
 
@@ -43,7 +44,10 @@ def reported(library: calls.Library, dtype: str) -> list[list[float]]:
     """Return what gradients are drawn at, and the norms that a library reports of them."""
     places, grads = zip(*GRADS[dtype], strict=True)
     arrays = ([library.framework.array(leaf, dtype) for leaf in leaves] for leaves in grads)
-    return [list(places), [float(library.numpy(library.call("global norm", leaves, 1.0))) for leaves in arrays]]
+    return [
+        list(places),
+        [float(library.numpy(library.call("global norm", leaves, 1.0))) for leaves in arrays],
+    ]
 
 
 if __name__ == "__main__":

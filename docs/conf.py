@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Build the documentation; it needs no network, and the frameworks only for its examples and measurements."""
+"""Build the documentation.
+
+It needs no network, and the frameworks only for its examples and measurements.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from sphinx.util import logging
 import uniclip
 from uniclip import insight
 
-os.environ["KERAS_BACKEND"] = "numpy"  # its decorators cannot be mocked, and this backend needs no framework
+# Its decorators cannot be mocked, and this backend needs no framework.
+os.environ["KERAS_BACKEND"] = "numpy"
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -54,8 +58,10 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-nitpick_ignore_regex = [("py:class", r"[nmk]|(0-d )?arrays?|tree|int64|float64|str to|\{?\".*")]  # these are prose
-nitpick_ignore = [("py:exc", "lightning.pytorch.utilities.exceptions.MisconfigurationException")]  # not ours
+# These are prose.
+nitpick_ignore_regex = [("py:class", r"[nmk]|(0-d )?arrays?|tree|int64|float64|str to|\{?\".*")]
+# not ours
+nitpick_ignore = [("py:exc", "lightning.pytorch.utilities.exceptions.MisconfigurationException")]
 
 html_theme = "furo"
 html_title = "uniclip"
@@ -66,7 +72,10 @@ html_math_renderer = "mathml"
 notfound_urls_prefix = "/"  # where the documentation is served
 llms_txt_exclude = ["404"]
 llms_txt_uri_template = "_sources/{docname}.md.txt"
-llms_txt_summary = "Gradient clipping for PyTorch, TensorFlow, JAX, Keras, NumPy and every other array API library."
+llms_txt_summary = (
+    "Gradient clipping for PyTorch, TensorFlow, JAX, Keras, NumPy and every other array API "
+    "library."
+)
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -78,18 +87,31 @@ generate.everything()
 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
     """Warn of public names that are not documented, and of documented names that are not public."""
-    objects = [name.split(".") for name, entry in env.domaindata["py"]["objects"].items() if not entry.aliased]
+    objects = [
+        name.split(".")
+        for name, entry in env.domaindata["py"]["objects"].items()
+        if not entry.aliased
+    ]
     for home in (uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves, insight):
         path = home.__name__.split(".")
-        documented = {parts[len(path)] for parts in objects if parts[: len(path)] == path and len(parts) > len(path)}
+        documented = {
+            parts[len(path)]
+            for parts in objects
+            if parts[: len(path)] == path and len(parts) > len(path)
+        }
         public = set(home.__all__) - ({"Limit", "Norm", "Scope"} if home is not uniclip else set())
         for name in sorted((documented - {"config", "insight", "integrations", "saved"}) ^ public):
             where = "docs/api/" if name in public else f"{home.__name__}.__all__"
-            logging.getLogger(__name__).warning("%s.%s is missing from %s", home.__name__, name, where)
+            logging.getLogger(__name__).warning(
+                "%s.%s is missing from %s", home.__name__, name, where
+            )
 
 
 def formula(translator: Any, node: Any) -> None:
-    """Write a formula as MathML, which browsers draw without a script; some are on a line of their own."""
+    """Write a formula as MathML, which browsers draw without a script.
+
+    Some are on a line of their own.
+    """
     block = isinstance(node, nodes.math_block)
     math = tex2mathml(node.astext(), as_block=block)
     translator.body.append(f'<div class="math">{math}</div>' if block else math)
@@ -97,7 +119,9 @@ def formula(translator: Any, node: Any) -> None:
 
 
 def stack_tables(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:  # noqa: ARG001 - the event's
-    """Write into each cell of a table of many columns the name of its column: custom.css makes lists of narrow ones."""
+    """Write into each cell of a table of many columns the name of its column:
+    custom.css makes lists of narrow ones.
+    """
     if "<table" not in context.get("body", ""):
         return
     body = BeautifulSoup(context["body"], "html.parser")

@@ -9,7 +9,8 @@ GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d
 WIDTH = 5.0
 """Inches: narrow enough that the text can be read where the page is 360 pixels wide."""
 TEXT = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-mpl.rcParams |= dict.fromkeys(TEXT, GRAY) | {  # gray on nothing: readable on a light and on a dark page
+# Gray on nothing: readable on a light and on a dark page.
+mpl.rcParams |= dict.fromkeys(TEXT, GRAY) | {
     "svg.hashsalt": "uniclip",  # the same bytes at every build
     "font.size": 10.5,
     "axes.titlesize": 10.5,

@@ -21,8 +21,14 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import exploding_rnn
 
 ARROW = {"arrowstyle": "-|>", "linewidth": 2, "shrinkA": 0, "shrinkB": 0}
-CURVES = {name: getattr(uc.curves, name) for name in ("hard", "tanh", "smooth", "soft", "normalize", "reject")}
-CURVES |= {"Regularized(0.3)": uc.curves.Regularized(0.3), "NonMonotonic(0.1)": uc.curves.NonMonotonic(0.1)}
+CURVES = {
+    name: getattr(uc.curves, name)
+    for name in ("hard", "tanh", "smooth", "soft", "normalize", "reject")
+}
+CURVES |= {
+    "Regularized(0.3)": uc.curves.Regularized(0.3),
+    "NonMonotonic(0.1)": uc.curves.NonMonotonic(0.1),
+}
 
 
 def draw(folder: Path) -> None:
@@ -57,7 +63,17 @@ def place() -> Figure:
     for i, (step, note) in enumerate(zip(steps, notes, strict=True)):
         color = ORANGE if step == "clip" else GRAY
         box = {"boxstyle": "round,pad=0.5", "facecolor": "none", "edgecolor": color, "linewidth": 2}
-        ax.text(i + 0.5, 0.72, step, ha="center", va="center", color=color, size=12, weight="bold", bbox=box)
+        ax.text(
+            i + 0.5,
+            0.72,
+            step,
+            ha="center",
+            va="center",
+            color=color,
+            size=12,
+            weight="bold",
+            bbox=box,
+        )
         ax.text(i + 0.5, 0.05, note, ha="center", va="center", color=color)
         if i:
             ax.annotate("", (i + 0.1, 0.72), (i - 0.06, 0.72), arrowprops=ARROW | {"color": GRAY})
@@ -75,7 +91,12 @@ def direction() -> Figure:
     for end, color, text, offset in [
         (leaves, GRAY, "gradient", (6, -2)),
         (uc.clip_by_norm(leaves, 1.0), ORANGE, "clipped per tensor: turned", (8, 6)),
-        (uc.clip_by_global_norm(leaves, 1.0)[0], BLUE, "clipped by global norm: same direction", (12, -14)),
+        (
+            uc.clip_by_global_norm(leaves, 1.0)[0],
+            BLUE,
+            "clipped by global norm: same direction",
+            (12, -14),
+        ),
     ]:
         ax.annotate("", np.concatenate(end), (0, 0), arrowprops=ARROW | {"color": color})
         ax.annotate(text, np.concatenate(end), offset, textcoords="offset points", color=color)
@@ -89,7 +110,9 @@ def norms() -> Figure:
     figure = Figure(figsize=(5.6, 6.4))
     top, bottom = figure.subplots(2, 1)
     zero, infinite = 1e-44, 1e46  # where the axis shows 0 and ∞
-    measured = json.loads(Path(__file__).with_name("compared-pages.json").read_text(encoding="utf-8"))["norms"]
+    measured = json.loads(
+        Path(__file__).with_name("compared-pages.json").read_text(encoding="utf-8")
+    )["norms"]
     looks = zip(measured, [BLUE, RED, ORANGE, GREEN, GRAY], "os^vD", strict=True)
     for turn, (name, color, marker) in enumerate(looks):
         style = {"color": color, "marker": marker, "label": name, "linewidth": 1, "markersize": 5}
@@ -97,7 +120,10 @@ def norms() -> Figure:
         true, found = measured[name]["float32"]
         top.loglog(true, np.clip(found, zero, infinite), markevery=(2 * turn, 10), **style)
         bottom.plot(*measured[name]["bfloat16"], markevery=(turn, 5), **style)
-    top.set_yticks([zero, 1e-30, 1e-15, 1, 1e15, 1e30, infinite], ["0", "1e-30", "1e-15", "1", "1e15", "1e30", "∞"])
+    top.set_yticks(
+        [zero, 1e-30, 1e-15, 1, 1e15, 1e30, infinite],
+        ["0", "1e-30", "1e-15", "1", "1e15", "1e30", "∞"],
+    )
     top.set_xticks([1e-30, 1e-15, 1, 1e15, 1e30], ["1e-30", "1e-15", "1", "1e15", "1e30"])
     top.minorticks_off()
     top.set(xlabel="true norm of a float32 gradient", ylabel="norm reported")
@@ -123,16 +149,24 @@ def curves() -> Figure:
 
 
 def which_rule() -> Figure:
-    """Draw synthetic norms, one in sixty far off, with the limits of safety nets and that of a normalizer."""
+    """Draw synthetic norms, one in sixty far off,
+    with the limits of safety nets and that of a normalizer.
+    """
     figure, norms = Figure(figsize=(WIDTH, 2.8)), np.random.default_rng(6).lognormal(0.0, 0.3, 1200)
     norms[59::60] *= 8
     ax = figure.subplots()
     ax.semilogy(norms, color=GRAY, linewidth=0.7)
-    looks = [(99, GREEN, "-", "safety net"), (90, BLUE, "-.", "safety net"), (10, ORANGE, "--", "normalizer")]
+    looks = [
+        (99, GREEN, "-", "safety net"),
+        (90, BLUE, "-.", "safety net"),
+        (10, ORANGE, "--", "normalizer"),
+    ]
     for percentile, color, dashes, text in looks:
         limit, clips = np.percentile(norms, percentile), f"{text}: clips {100 - percentile} %"
         ax.axhline(limit, color=color, linestyle=dashes, linewidth=1.4, zorder=5)
-        ax.annotate(clips, (1.03, limit), xycoords=("axes fraction", "data"), color=color, va="center")
+        ax.annotate(
+            clips, (1.03, limit), xycoords=("axes fraction", "data"), color=color, va="center"
+        )
     ax.yaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     ax.set(xlabel="step", ylabel="norm", xlim=(0, len(norms)))

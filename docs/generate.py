@@ -23,7 +23,8 @@ def everything() -> None:
     """Write the tables and draw the pictures that are made of what is measured."""
     pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
     compared, *speed = (
-        json.loads((HERE / f"{name}.json").read_bytes()) for name in ("compared-pages", "speed-step", "speed-growth")
+        json.loads((HERE / f"{name}.json").read_bytes())
+        for name in ("compared-pages", "speed-step", "speed-growth")
     )
     texts = {"promises": contract.table(), "dtypes": contract.dtypes()} | rule_tables.parts()
     texts |= {f"compared-{name}": text for name, text in compared["parts"].items()}

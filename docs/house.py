@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Draw the modules of uniclip by their imports, and the way of a gradient through them: ``python docs/house.py``."""
+"""Draw the modules of uniclip by their imports, and the way of a gradient through them:
+``python docs/house.py``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ THEMES = {
 
 
 def room_of(path: Path) -> str:
-    """Return what a file is drawn as: itself, also in the core, or its package; nothing for other private ones."""
+    """Return what a file is drawn as: itself, also in the core, or its package.
+
+    Nothing for other private ones.
+    """
     return room_in(path.relative_to(SOURCE).with_suffix("").parts)
 
 
@@ -38,11 +43,19 @@ def room_in(names: Sequence[str]) -> str:
 
 
 def find_floors() -> dict[str, int]:
-    """Return how many modules, one above the other, each stands on, itself included: it imports these."""
+    """Return how many modules, one above the other, each stands on, itself included:
+    it imports these.
+    """
     below: dict[str, set[str]] = {}
     for path in filter(room_of, SOURCE.rglob("*.py")):
-        imports = [node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-        modules = [module.split(".") for module in imports if module and module.startswith("uniclip.")]
+        imports = [
+            node.module
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+        ]
+        modules = [
+            module.split(".") for module in imports if module and module.startswith("uniclip.")
+        ]
         names = {room_in(module[1:]) for module in modules}
         below.setdefault(room_of(path), set()).update(names)
 
@@ -71,7 +84,9 @@ def follow_gradient(rule: uc.Rule) -> list[str]:
 
 
 def draw(text: str, orange: str, gray: str, page: str) -> Figure:
-    """Draw each module on its floor: those of a step from left to right in their order, the others at the right."""
+    """Draw each module on its floor: those of a step from left to right in their order,
+    the others at the right.
+    """
     floors, way, _ = describe()
     figure = Figure(figsize=(5.4, 4.8))
     ax = figure.subplots()
@@ -86,8 +101,16 @@ def draw(text: str, orange: str, gray: str, page: str) -> Figure:
         style = {"color": gray, "bbox": box | {"edgecolor": gray}}
         ax.text(ends[floors[room]], floors[room], room, ha="right", va="center", size=8, **style)
         ends[floors[room]] -= 0.4 * len(room) + 0.9
-    ax.set(xlim=(-1, columns[-1] + 3.8), ylim=(0.4, max(floors.values()) + 0.6), xticks=[], yticks=[1, max(ends)])
-    ax.set(xlabel="the modules that a step enters, in their order", ylabel="each imports only what is below it")
+    ax.set(
+        xlim=(-1, columns[-1] + 3.8),
+        ylim=(0.4, max(floors.values()) + 0.6),
+        xticks=[],
+        yticks=[1, max(ends)],
+    )
+    ax.set(
+        xlabel="the modules that a step enters, in their order",
+        ylabel="each imports only what is below it",
+    )
     ax.set_yticklabels([])
     ax.tick_params(length=0)
     return figure
@@ -96,7 +119,11 @@ def draw(text: str, orange: str, gray: str, page: str) -> Figure:
 def describe() -> tuple[dict[str, int], list[str], str]:
     """Return floors and way, and both in a line that is in the picture's file."""
     floors, way = find_floors(), follow_gradient(uc.agc())
-    return floors, way, f"{' '.join(way)}: {' '.join([f'{room} {floors[room]}' for room in sorted(floors)])}"
+    return (
+        floors,
+        way,
+        f"{' '.join(way)}: {' '.join([f'{room} {floors[room]}' for room in sorted(floors)])}",
+    )
 
 
 def refuse_old() -> None:

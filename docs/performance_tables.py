@@ -18,14 +18,20 @@ STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 def parts(step: dict[str, Any], growth: dict[str, Any]) -> dict[str, str]:
     """Return the tables by name."""
     rows = step["rows"]
-    torch, others = ([row for row in rows if (row["framework"] == "torch") is wanted] for wanted in (True, False))
+    torch, others = (
+        [row for row in rows if (row["framework"] == "torch") is wanted] for wanted in (True, False)
+    )
     trees = list(dict.fromkeys(row["what"] for row in torch))
     return {
         "steps": table(["in a step of PyTorch", *trees], in_steps(torch, trees)),
         "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
-        "growth": table(["", "leaves", "first call", "compiler alone", "a run"], grown(growth["rows"])),
-        "versions": f"Steps were {versions(step['about'])} Many leaves were {versions(growth['about'])}",
+        "growth": table(
+            ["", "leaves", "first call", "compiler alone", "a run"], grown(growth["rows"])
+        ),
+        "versions": (
+            f"Steps were {versions(step['about'])} Many leaves were {versions(growth['about'])}"
+        ),
     }
 
 
@@ -38,23 +44,34 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 
 
 def quartiles(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the time of the native function, and the others' ratios with quartiles, bold where uniclip is slower."""
+    """Yield the time of the native function, and the others' ratios with quartiles,
+    bold where uniclip is slower.
+    """
     for row in rows:
         title = f"{row['what']}, {'' if row['clipped'] else 'not '}clipped"
         yield [title, duration(row["us"]["native"]), *[spread(row["times"][way]) for way in WAYS]]
 
 
 def training(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield what a whole step takes, not clipped, clipped by the native function, and by uniclip."""
+    """Yield what a whole step takes, not clipped, clipped by the native function,
+    and by uniclip.
+    """
     for row in rows:
         us = row["us"]
         way = next(name for name in us if name not in {"native", "not clipped"})
         ours = f"{duration(us[way])}, {spread(row['times'][way])}"
-        yield [f"{STEPS[row['framework']]}, {row['what']}", duration(us["not clipped"]), duration(us["native"]), ours]
+        yield [
+            f"{STEPS[row['framework']]}, {row['what']}",
+            duration(us["not clipped"]),
+            duration(us["native"]),
+            ours,
+        ]
 
 
 def grown(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield how many times as fast each rule's program is there and runs, by the number of leaves."""
+    """Yield how many times as fast each rule's program is there and runs,
+    by the number of leaves.
+    """
     found: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
     for row in rows:
         rule, leaves = row["what"].rsplit(", ", 1)
@@ -62,14 +79,20 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
         cells = found.setdefault((row["framework"], rule, size), {})
         cells.setdefault(row["stage"], {})[count] = number(row["times"]["uniclip"][1])
     for (framework, rule, size), cells in found.items():
-        ratios = [" / ".join(cells.get(stage, {}).values()) for stage in ("first call", "compiler alone", "a run")]
+        ratios = [
+            " / ".join(cells.get(stage, {}).values())
+            for stage in ("first call", "compiler alone", "a run")
+        ]
         yield [f"{PLACES[framework]}, `{rule}`", f"{' / '.join(cells['a run'])} of {size}", *ratios]
 
 
 def versions(about: dict[str, Any]) -> str:
     """Return what was installed, where and when, in a sentence."""
     packages = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    return f"measured on {about['cores']} cores of an {about['cpu']}, {about['date']}, with {packages}."
+    return (
+        f"measured on {about['cores']} cores of an {about['cpu']}, {about['date']}, with "
+        f"{packages}."
+    )
 
 
 def number(ratio: float) -> str:
@@ -86,5 +109,7 @@ def spread(ratios: list[float]) -> str:
 
 def duration(us: float) -> str:
     """Return a time to three digits."""
-    unit, size = next(((unit, size) for unit, size in [("s", 1e6), ("ms", 1e3)] if us >= size), ("µs", 1.0))
+    unit, size = next(
+        ((unit, size) for unit, size in [("s", 1e6), ("ms", 1e3)] if us >= size), ("µs", 1.0)
+    )
     return f"{us / size:.3g} {unit}"

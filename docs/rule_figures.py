@@ -25,12 +25,18 @@ def draw(folder: Path) -> None:
             figure.savefig(folder / f"{kind}-{name}.svg", metadata={"Date": None})
 
 
-# Rules without memory: a gradient before and after, and what norms its parts have, the larger it is.
+# Rules without memory: a gradient before and after, and what norms its parts have, the larger it
+# is.
 
 
 def on_a_gradient(name: str, *, small: bool) -> Figure:
-    """Draw the entries of a gradient before and after a rule, and the norms of its parts at other sizes of it."""
-    figure, shown = Figure(figsize=CARD if small else (WIDTH, 4.3)), EXAMPLES.get(name) or Example(made(name))
+    """Draw the entries of a gradient before and after a rule,
+    and the norms of its parts at other sizes of it.
+    """
+    figure, shown = (
+        Figure(figsize=CARD if small else (WIDTH, 4.3)),
+        EXAMPLES.get(name) or Example(made(name)),
+    )
     bars, lines = figure.subplots(1, 2, width_ratios=(5, 2)) if small else figure.subplots(2, 1)
     texts, start = {}, 0.0
     for text, old, new in zip(shown.names, *run(shown, 1.0), strict=True):
@@ -42,10 +48,15 @@ def on_a_gradient(name: str, *, small: bool) -> Figure:
     bars.axhline(0, color=GRAY, linewidth=0.8)
     bars.spines[:].set_visible(False)
     sizes = [run(shown, size) for size in np.geomspace(0.003, 100, 300)]
-    norms = [[[np.linalg.norm(parts[i]) for parts in pair] for pair in sizes] for i in range(len(shown.names))]
+    norms = [
+        [[np.linalg.norm(parts[i]) for parts in pair] for pair in sizes]
+        for i in range(len(shown.names))
+    ]
     lines.plot([0, 4], [0, 4], color=GRAY, linewidth=0.9)
     for text, pairs, dashes in zip(shown.names, norms, ["-", "--", ":", "-."], strict=False):
-        lines.plot(*np.transpose(pairs), color=BLUE, linestyle=dashes, label=text.replace("\n", ", "))
+        lines.plot(
+            *np.transpose(pairs), color=BLUE, linestyle=dashes, label=text.replace("\n", ", ")
+        )
     lines.set(xlim=(0, 4), ylim=(0, 3.3))
     for ax in (bars, lines):
         ax.set(xticks=[], yticks=[])
@@ -83,7 +94,10 @@ WRITTEN = {50: "8x", MISSING: "NaN", 120: "100x", SHIFT: "doubled", 251: "6x"}
 
 
 def trace(rule: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-    """Run a rule on synthetic norms; return these, the norms after, what it clips above, and what that is called."""
+    """Run a rule on synthetic norms.
+
+    Return these, the norms after, what it clips above, and what that is called.
+    """
     norms = np.random.default_rng(4).lognormal(0.0, 0.2, LENGTH)
     norms[SHIFT:] *= 2
     norms[list(SPIKES)] *= list(SPIKES.values())
@@ -107,7 +121,9 @@ def over_time(name: str, *, small: bool) -> Figure:
     bound = np.where(bound < np.finfo(np.float32).max, bound, np.nan)
     ax.plot(bound, color=ORANGE, linewidth=1.4, linestyle=(0, (4, 4)), zorder=5, label=text)
     if len(gone):
-        ax.plot(gone, np.full(len(gone), LOW * 1.3), "v", color=BLUE, markersize=6, label="0: skipped")
+        ax.plot(
+            gone, np.full(len(gone), LOW * 1.3), "v", color=BLUE, markersize=6, label="0: skipped"
+        )
     ax.set(yscale="log", xlim=(0, LENGTH), ylim=(LOW, 150 if small else 500))
     ax.minorticks_off()
     if small:
@@ -118,7 +134,15 @@ def over_time(name: str, *, small: bool) -> Figure:
     for step, text in WRITTEN.items():
         ax.text(step, 250, text, color=GRAY, ha="center")
     clipped = np.flatnonzero(~np.isnan(after) & (after != before))
-    ax.vlines(clipped, -0.08, -0.02, color=BLUE, linewidth=1.1, transform=ax.get_xaxis_transform(), clip_on=False)
+    ax.vlines(
+        clipped,
+        -0.08,
+        -0.02,
+        color=BLUE,
+        linewidth=1.1,
+        transform=ax.get_xaxis_transform(),
+        clip_on=False,
+    )
     ax.tick_params("x", length=0, pad=15)
     ax.set(xlabel=f"step ({len(clipped)} of {LENGTH} are clipped)", ylabel="norm")
     figure.legend(loc="outside upper center", ncols=4, columnspacing=1)

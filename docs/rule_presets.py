@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Every preset as the pages on the rules show it: a phrase, its arguments, and what its picture shows."""
+"""Every preset as the pages on the rules show it: a phrase, its arguments,
+and what its picture shows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import uniclip as uc
 
 
 class Preset(NamedTuple):
-    """A phrase that completes "this rule ...", and arguments: 1 or its like where the preset has no default."""
+    """A phrase that completes "this rule ...", and arguments:
+    1 or its like where the preset has no default.
+    """
 
     phrase: str
     arguments: tuple[Any, ...] = ()
@@ -37,7 +41,9 @@ PRESETS = {
     "by_average_norm": Preset("scales each leaf by TensorFlow 1's average norm", (1.0,)),
     "by_global_norm": Preset("scales everything by one factor: the usual choice", (1.0,)),
     "by_block_rms": Preset("scales each leaf by its root mean square", (1.0,)),
-    "by_group_norm": Preset("gives each group of leaves a limit of its own", ({0: 1.0, 1: 1.0}, label)),
+    "by_group_norm": Preset(
+        "gives each group of leaves a limit of its own", ({0: 1.0, 1: 1.0}, label)
+    ),
     "to_global_norm": Preset("gives every gradient the same norm"),
     "agc": Preset("scales each output unit relative to its weights"),
     "cowclip": Preset("scales each embedding row relative to its weights and count", (np.ones(2),)),
@@ -80,11 +86,20 @@ EXAMPLES = {
     "by_group_norm": Example(uc.by_group_norm({0: 2.0, 1: 1.0}, label), BODY_AND_HEAD),
     "to_global_norm": Example(uc.to_global_norm(2.0)),
     "agc": Example(uc.agc(axis=1), UNITS, (BATCH,), (WEIGHTS,)),
-    "cowclip": Example(uc.cowclip(np.asarray([1.0, 2.0, 4.0])), ("count 1", "count 2", "count 4"), (BATCH,), (TABLE,)),
-    "larc": Example(made("larc"), LEAVES, params=([5.0, 0.0, 0.0], [5.0, 0.0], [10.0, 0.0, 0.0, 0.0])),
+    "cowclip": Example(
+        uc.cowclip(np.asarray([1.0, 2.0, 4.0])),
+        ("count 1", "count 2", "count 4"),
+        (BATCH,),
+        (TABLE,),
+    ),
+    "larc": Example(
+        made("larc"), LEAVES, params=([5.0, 0.0, 0.0], [5.0, 0.0], [10.0, 0.0, 0.0, 0.0])
+    ),
     "by_example_norm": Example(made("by_example_norm"), OF_BATCH, (BATCH,)),
     "by_example_layer_norm": Example(made("by_example_layer_norm"), OF_LAYERS, LAYERS),
     "auto_s": Example(uc.auto_s(), OF_BATCH, (TINY,)),
     "psac": Example(uc.psac(), OF_BATCH, (TINY,)),
 }
-"""What the picture of a preset without memory shows, unless it is the preset itself and the gradient of `Example`."""
+"""What the picture of a preset without memory shows,
+unless it is the preset itself and the gradient of `Example`.
+"""

@@ -18,7 +18,9 @@ from uniclip.presets import adaptive, examples, fixed, relative
 def parts() -> dict[str, str]:
     """Return every table by name."""
     families = (fixed, relative, adaptive, examples)
-    galleries = {f"gallery-{module.__name__.rpartition('.')[2]}": gallery(module) for module in families}
+    galleries = {
+        f"gallery-{module.__name__.rpartition('.')[2]}": gallery(module) for module in families
+    }
     rows = [[f"[`{name}`](#rule-{name})", expression(name)] for name in PRESETS]
     overview = table(["preset", "the same, written out"], rows)
     return {"rules": overview} | galleries | {f"rule-{name}": facts(name) for name in PRESETS}
@@ -27,7 +29,9 @@ def parts() -> dict[str, str]:
 def gallery(family: ModuleType) -> str:
     """Return a card for each preset of a family, with a small picture and a link to its section."""
     cards = [card(name) for name in sorted(family.__all__, key=list(PRESETS).index)]
-    return "\n".join(["::::{grid} 1 2 3 3", ":gutter: 2", ":class-container: gallery", "", *cards, "::::", ""])
+    return "\n".join(
+        ["::::{grid} 1 2 3 3", ":gutter: 2", ":class-container: gallery", "", *cards, "::::", ""]
+    )
 
 
 def card(name: str) -> str:
@@ -48,7 +52,8 @@ def expression(name: str) -> str:
     rule = made(name)
     if not isinstance(rule, uc.Rule):
         return "no norm: each entry by itself"
-    text = re.sub(r"\buc\.((scopes|norms|limits|curves)\.)?", "", repr(replace(rule)))  # as its choices
+    # as its choices
+    text = re.sub(r"\buc\.((scopes|norms|limits|curves)\.)?", "", repr(replace(rule)))
     return "`" + re.sub(r"(\.\d\d)\d{6,}", r"\1", text) + "`"
 
 
@@ -66,6 +71,9 @@ def facts(name: str) -> str:
 
 def signature(name: str) -> str:
     """Return a call with the defaults of a preset, but those that all have."""
-    usual, parameters = ("propagate", uc.curves.hard), inspect.signature(getattr(uc, name)).parameters.values()
+    usual, parameters = (
+        ("propagate", uc.curves.hard),
+        inspect.signature(getattr(uc, name)).parameters.values(),
+    )
     shown = [one.replace(annotation=one.empty) for one in parameters if one.default not in usual]
     return f"{name}({', '.join(map(str, shown))})"

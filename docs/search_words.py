@@ -30,7 +30,9 @@ WORDS = {
 
 
 def add_words(app: Any, page: str, source: list[str]) -> None:  # noqa: ARG001 - the signature of the event
-    """Begin a page with its words as entries of the index, which the search ranks before titles and text."""
+    """Begin a page with its words as entries of the index,
+    which the search ranks before titles and text.
+    """
     if page in WORDS:
         entries = ", ".join(f"! {word}" for word in WORDS[page])
         source[0] = f"```{{index}} {entries}\n```\n\n{source[0]}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """A recurrent network whose gradients explode, and the one line that lets it learn all the same.
 
-A plain RNN reads scikit-learn's handwritten digits two pixels at a time, 32 times in a row. All singular values of
-its recurrent matrix start at 1.25, its learning rate at 1: soon one gradient is enormous, one step throws the weights
-away, and the loss is NaN (or stays at chance, all units dead). With the line marked THE CLIP in `make_step`, the same
-for all four frameworks, the same network learns to read. Needs ``pip install "uniclip-gradients[demo]"``.
+A plain RNN reads scikit-learn's handwritten digits two pixels at a time, 32 times in a row. All
+singular values of its recurrent matrix start at 1.25, its learning rate at 1: soon one gradient is
+enormous, one step throws the weights away, and the loss is NaN (or stays at chance, all units
+dead). With the line marked THE CLIP in `make_step`, the same for all four frameworks, the same
+network learns to read. Needs ``pip install "uniclip-gradients[demo]"``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ import uniclip as uc
 from uniclip import insight
 
 LENGTH, WIDTH, HIDDEN, CLASSES = 32, 2, 64, 10  # 64 pixels as a sequence of 32 pairs
-SINGULAR_VALUE, LEARNING_RATE, BATCH, TRAINING = 1.25, 1.0, 64, 1400  # the other 397 images are for testing
+# The other 397 images are for testing.
+SINGULAR_VALUE, LEARNING_RATE, BATCH, TRAINING = 1.25, 1.0, 64, 1400
 STEPS, MAX_NORM, ENOUGH = 3000, 0.1, 0.9  # enough test accuracy
-COMPARED, TOLERANCE = 100, 1e-3  # steps, and the largest relative difference between the frameworks' losses
+# Steps, and the largest relative difference between the frameworks' losses.
+COMPARED, TOLERANCE = 100, 1e-3
 LOOKS = ("r-", "C0-", "C1-", "k-", "y:")  # unclipped; clipped, each narrower than the one below it
 
 Params: TypeAlias = dict[str, Any]
 Step: TypeAlias = Callable[..., tuple[Params, Any, Any]]
-Task: TypeAlias = tuple[np.ndarray, np.ndarray, Params, np.ndarray]  # images, labels, start, batches: for all the same
+# Images, labels, start, batches: for all the same.
+Task: TypeAlias = tuple[np.ndarray, np.ndarray, Params, np.ndarray]
 relu = partial(np.maximum, 0)
 
 
@@ -71,7 +75,9 @@ def make_step(framework: Framework, max_norm: float) -> Step:
     return framework.compile(step)
 
 
-def train(name: str, framework: Framework, task: Task, max_norm: float, path: Path | None = None) -> Run:
+def train(
+    name: str, framework: Framework, task: Task, max_norm: float, path: Path | None = None
+) -> Run:
     """Train until the batches end or the loss is no number any more; ``math.inf`` does not clip.
 
     What clipping did is recorded in a file, if there is a path.
@@ -80,11 +86,18 @@ def train(name: str, framework: Framework, task: Task, max_norm: float, path: Pa
     step, array = make_step(framework, max_norm), framework.array
     params = {key: array(value) for key, value in start.items()}
     record = insight.Recorder(path, rule=uc.by_global_norm(max_norm)) if path else None
-    label, losses, norms, failed = f"{name}, {'clipped' if max_norm < math.inf else 'unclipped'}", [], [], False
+    label, losses, norms, failed = (
+        f"{name}, {'clipped' if max_norm < math.inf else 'unclipped'}",
+        [],
+        [],
+        False,
+    )
     with np.errstate(all="ignore"), tqdm(batches, f"{label:21}", unit=" steps") as bar:
         for done, batch in enumerate(bar):
             rate = np.asarray(LEARNING_RATE * (1 - done / len(batches)))
-            params, loss, report = step(params, array(images[:, batch]), array(labels[batch]), array(rate))
+            params, loss, report = step(
+                params, array(images[:, batch]), array(labels[batch]), array(rate)
+            )
             losses.append(float(loss))
             norms.append(float(report.norms))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
@@ -94,14 +107,26 @@ def train(name: str, framework: Framework, task: Task, max_norm: float, path: Pa
                 break
         if record is not None:
             record.close()
-        _, scores = forward({key: np.asarray(value) for key, value in params.items()}, images[:, TRAINING:], relu)
-    final_loss = f"{losses[-1]} at step {len(losses)}" if failed else f"{np.mean(losses[-100:]):.2g}"
-    accuracy, clipped = np.mean(scores.argmax(axis=1) == labels[TRAINING:]), np.mean(np.asarray(norms) > max_norm)
-    return Run(label, losses, norms, failed, final_loss, accuracy, clipped, time.perf_counter() - began)
+        _, scores = forward(
+            {key: np.asarray(value) for key, value in params.items()}, images[:, TRAINING:], relu
+        )
+    final_loss = (
+        f"{losses[-1]} at step {len(losses)}" if failed else f"{np.mean(losses[-100:]):.2g}"
+    )
+    accuracy, clipped = (
+        np.mean(scores.argmax(axis=1) == labels[TRAINING:]),
+        np.mean(np.asarray(norms) > max_norm),
+    )
+    return Run(
+        label, losses, norms, failed, final_loss, accuracy, clipped, time.perf_counter() - began
+    )
 
 
 def make_task(seed: int, steps: int) -> Task:
-    """Shuffle the digits, draw a start and batches; all float64, since exploding gradients amplify rounding too."""
+    """Shuffle the digits, draw a start and batches.
+
+    All float64, since exploding gradients amplify rounding too.
+    """
     rng, digits = np.random.default_rng(seed), load_digits()
     order = rng.permutation(len(digits.target))
     images = (digits.data[order] / 16).reshape(-1, LENGTH, WIDTH).swapaxes(0, 1)
@@ -136,7 +161,8 @@ def use_numpy() -> Framework:
             grads["in"] += images[t].T @ d_sum
             if t > 0:
                 grads["recurrent"] += hidden[t - 1].T @ d_sum
-                d_hidden = d_sum @ p["recurrent"].T  # 31 times the same matrix: this is what explodes
+                # 31 times the same matrix: this is what explodes
+                d_hidden = d_sum @ p["recurrent"].T
         return -np.mean(np.sum(logs * right, axis=1)), grads
 
     return Framework(np.asarray, lambda step: step, loss_and_grads)
@@ -146,7 +172,8 @@ def use_torch() -> Framework:
     """PyTorch: autograd."""
     import torch
 
-    torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
+    # The matrices are so small that threads would only wait for each other.
+    torch.set_num_threads(1)
 
     def loss_and_grads(params: Params, images: Any, labels: Any) -> tuple[Any, Params]:
         p = {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -192,12 +219,26 @@ def print_table(runs: list[Run]) -> None:
     row = "{:<21} {:>15} {:>9} {:>14} {:>8}".format
     print("\n" + row("framework", "final loss", "accuracy", "clipped steps", "time"))
     for run in runs:
-        print(row(run.label, run.final_loss, f"{run.accuracy:.1%}", f"{run.clipped:.0%}", f"{run.seconds:.1f} s"))
+        print(
+            row(
+                run.label,
+                run.final_loss,
+                f"{run.accuracy:.1%}",
+                f"{run.clipped:.0%}",
+                f"{run.seconds:.1f} s",
+            )
+        )
 
 
 def points(run: Run, values: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return what to draw: all of a failed run, else means over bins evenly wide on the axis of the steps."""
-    edges = np.unique(range(1, len(values) + 2) if run.failed else np.geomspace(1, len(values) + 1, 160).astype(int))
+    """Return what to draw: all of a failed run, else means over bins evenly wide on the axis of
+    the steps.
+    """
+    edges = np.unique(
+        range(1, len(values) + 2)
+        if run.failed
+        else np.geomspace(1, len(values) + 1, 160).astype(int)
+    )
     return edges[:-1], np.add.reduceat(values, edges[:-1] - 1) / np.diff(edges)
 
 
@@ -206,9 +247,17 @@ def draw(runs: list[Run], max_norm: float, path: Path) -> None:
     plt.switch_backend("Agg")
     figure, (losses, norms) = plt.subplots(2, 1, figsize=(12, 8), sharex=True, layout="constrained")
     for panel, kind in ((losses, "losses"), (norms, "norms")):
-        for run, look, width in zip(runs, LOOKS, (1.5, *range(2 * len(runs) - 2, 0, -2)), strict=False):
+        for run, look, width in zip(
+            runs, LOOKS, (1.5, *range(2 * len(runs) - 2, 0, -2)), strict=False
+        ):
             label = f"{run.label}: {run.accuracy:.0%} right"
-            panel.plot(*points(run, getattr(run, kind)), look, linewidth=width, zorder=12 - width, label=label)
+            panel.plot(
+                *points(run, getattr(run, kind)),
+                look,
+                linewidth=width,
+                zorder=12 - width,
+                label=label,
+            )
             if run.failed:
                 end, axes = (len(run.losses), 0.93), panel.get_xaxis_transform()
                 panel.plot(*end, "rX", markersize=11, zorder=12, transform=axes)
@@ -216,7 +265,12 @@ def draw(runs: list[Run], max_norm: float, path: Path) -> None:
     norms.axhline(max_norm, color="k", linestyle="--", linewidth=1)
     norms.annotate(f"threshold: max_norm = {max_norm:g}", (1, 0.6 * max_norm), va="top")
     losses.set(xscale="log", ylim=(0, 4), ylabel="loss")
-    norms.set(yscale="log", ylim=(1e-4, 1e12), ylabel="gradient norm before clipping", xlabel="training step")
+    norms.set(
+        yscale="log",
+        ylim=(1e-4, 1e12),
+        ylabel="gradient norm before clipping",
+        xlabel="training step",
+    )
     losses.legend(loc="lower left")
     figure.suptitle("The same network, start and batches, and one line of difference")
     figure.savefig(path, dpi=100)
@@ -226,22 +280,34 @@ def draw(runs: list[Run], max_norm: float, path: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Train an RNN whose gradients explode, without and with clipping. Exits with 1 if a run clipped "
-        f"at {MAX_NORM} stays below {ENOUGH:.0%} accuracy, or if "
+        description="Train an RNN whose gradients explode, without and with clipping. Exits with "
+        f"1 if a run clipped at {MAX_NORM} stays below {ENOUGH:.0%} accuracy, or if "
         f"losses differ by over {TOLERANCE:g} within {COMPARED} steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--framework", default="numpy", choices=[*FRAMEWORKS, "all"], help="what to train with; all compares them")
+    option(
+        "--framework",
+        default="numpy",
+        choices=[*FRAMEWORKS, "all"],
+        help="what to train with; all compares them",
+    )
     option(
         "--steps",
         type=int,
         default=STEPS,
         help="batches to train on; accuracy is checked if these are all",
     )
-    option("--max-norm", type=float, default=MAX_NORM, help="the threshold; longer gradients are scaled to this norm")
+    option(
+        "--max-norm",
+        type=float,
+        default=MAX_NORM,
+        help="the threshold; longer gradients are scaled to this norm",
+    )
     option("--seed", type=int, default=0, help="of the data's split, the start and the batches")
-    option("--record", type=Path, help="where to record the (first) clipped run, for python -m uniclip")
+    option(
+        "--record", type=Path, help="where to record the (first) clipped run, for python -m uniclip"
+    )
     option("--out", type=Path, default=Path("exploding_rnn.png"), help="where to write the picture")
     arguments = parser.parse_args()
     if not (arguments.steps > 0 and 0 < arguments.max_norm < math.inf):
@@ -250,13 +316,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> str | None:
-    """Train without and with the clip, show both, check the clipped runs and return what is wrong."""
+    """Train without and with the clip, show both,
+    check the clipped runs and return what is wrong.
+    """
     arguments, failures = parse_arguments(), []
     names = list(FRAMEWORKS) if arguments.framework == "all" else [arguments.framework]
     try:
         frameworks = [FRAMEWORKS[name]() for name in names]
     except ModuleNotFoundError as error:
-        return f"--framework {arguments.framework} needs a module that is not installed: pip install {error.name}"
+        return (
+            f"--framework {arguments.framework} needs a module that is not installed: pip install "
+            f"{error.name}"
+        )
     task = make_task(arguments.seed, arguments.steps)
     unclipped = train(names[0], frameworks[0], task, math.inf)
     paths = [arguments.record, *[None] * len(names)]
@@ -267,15 +338,25 @@ def main() -> str | None:
     print_table([unclipped, *clipped])
     draw([unclipped, *clipped], arguments.max_norm, arguments.out)
     if arguments.record:
-        print(f"Wrote {arguments.record}; to read it: python -m uniclip {arguments.record} -o run.html")
+        print(
+            f"Wrote {arguments.record}; to read it: python -m uniclip {arguments.record} -o "
+            "run.html"
+        )
     if len(clipped) > 1:
         losses = np.asarray(list(zip(*(run.losses[:COMPARED] for run in clipped), strict=False)))
         difference = float(np.max(np.ptp(losses, axis=1) / np.min(losses, axis=1)))
-        print(f"\nLargest relative difference between the losses, first {COMPARED} steps: {difference:.1e}")
+        print(
+            f"\nLargest relative difference between the losses, first {COMPARED} steps: "
+            f"{difference:.1e}"
+        )
         if not difference <= TOLERANCE:
             failures = [f"the frameworks disagree by {difference:.1e}, more than {TOLERANCE:g}"]
     if arguments.steps >= STEPS and arguments.max_norm == MAX_NORM:
-        failures += [f"{run.label}: accuracy below {ENOUGH:.0%}" for run in clipped if not run.accuracy >= ENOUGH]
+        failures += [
+            f"{run.label}: accuracy below {ENOUGH:.0%}"
+            for run in clipped
+            if not run.accuracy >= ENOUGH
+        ]
     return f"FAILED: {'; '.join(failures)}" if failures else None
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The Trainer of Hugging Face with any rule of uniclip: one callback, here for a rule that finds its limit by itself.
+"""The Trainer of Hugging Face with any rule of uniclip: one callback,
+here for a rule that finds its limit by itself.
 
-A tiny GPT-2, made from a config, learns to continue this repository's README character by character; nothing is
-downloaded. Each epoch shows what the callback has added to the Trainer's log: the norm and the limit of its last
-step, and the share of its steps that were clipped.
-Needs ``pip install "uniclip-gradients[demo]" "transformers[torch]"``.
+A tiny GPT-2, made from a config, learns to continue this repository's README character by
+character; nothing is downloaded. Each epoch shows what the callback has added to the Trainer's log:
+the norm and the limit of its last step, and the share of its steps that were clipped. Needs
+``pip install "uniclip-gradients[demo]" "transformers[torch]"``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ SHOWN = ("loss", "clip/norm", "clip/limit", "clip/share")
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Pieces of a text, each begun half a piece after the one before; a character is its number in ASCII."""
+    """Pieces of a text, each begun half a piece after the one before.
+
+    A character is its number in ASCII.
+    """
 
     def __init__(self, text: str) -> None:
         self.codes = torch.tensor(list(text.encode("ascii", errors="replace")))
@@ -43,7 +47,13 @@ class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def make_model() -> GPT2LMHeadModel:
     """Make a GPT-2 of 0.1 million parameters, drawn at random."""
     torch.manual_seed(0)
-    size = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": LENGTH, "vocab_size": CHARACTERS}
+    size = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 64,
+        "n_positions": LENGTH,
+        "vocab_size": CHARACTERS,
+    }
     return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
 
 
@@ -72,7 +82,8 @@ def train(folder: str) -> list[dict[str, float]]:
 
 def main() -> None:
     """Train, show what was logged, and fail if the loss did not fall."""
-    torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
+    # The matrices are so small that threads would only wait for each other.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         epochs = train(folder)
     print("\nepoch" + "".join(f"{name:>12}" for name in SHOWN))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""A small Keras network that reads scikit-learn's handwritten digits with clipped gradients, on each Keras backend.
+"""A small Keras network that reads scikit-learn's handwritten digits with clipped gradients,
+on each Keras backend.
 
-The optimizer is wrapped once, the rule learns its limit from earlier norms, and ``LogClipping`` adds what it did to the
-logs of each epoch. Halfway the model is saved, loaded and trained on: the rule goes on where it was.
-Needs ``pip install "uniclip-gradients[demo]" keras`` and TensorFlow, JAX or PyTorch.
+The optimizer is wrapped once, the rule learns its limit from earlier norms, and ``LogClipping``
+adds what it did to the logs of each epoch. Halfway the model is saved, loaded and trained on: the
+rule goes on where it was. Needs ``pip install "uniclip-gradients[demo]" keras`` and TensorFlow, JAX
+or PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import uniclip as uc
 
 BACKENDS = ("tensorflow", "jax", "torch")
 COLUMNS = ("loss", "clip/norm", "clip/limit", "clip/share")
-RULE = uc.chain(uc.autoclip(90, window=100), uc.by_global_norm(5.0))  # the first learns, the second caps its limit
+# The first learns, the second caps its limit.
+RULE = uc.chain(uc.autoclip(90, window=100), uc.by_global_norm(5.0))
 
 
 def build(seed: int) -> Any:
@@ -33,7 +36,9 @@ def build(seed: int) -> Any:
     from uniclip.integrations.keras import ClippedOptimizer
 
     keras.utils.set_random_seed(seed)
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10)])
+    model = keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10)]
+    )
     optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), RULE)  # the one line
     model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -50,7 +55,9 @@ def fit(model: Any, first: int, last: int) -> list[dict[str, float]]:
 
 
 def save_and_load(model: Any) -> Any:
-    """Return the model as it comes back from a file: with weights, moments and the state of the rule."""
+    """Return the model as it comes back from a file: with weights,
+    moments and the state of the rule.
+    """
     import keras
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +78,11 @@ def run(epochs: int, seed: int) -> str | None:
     for epoch, row in enumerate(rows):
         print(f"{epoch:5}  {'  '.join(f'{row[column]:10.3f}' for column in COLUMNS)}")
     first, last = rows[0]["loss"], rows[-1]["loss"]
-    return None if last < first / 2 else f"FAILED: on {name} the loss went from {first:.3f} to {last:.3f}"
+    return (
+        None
+        if last < first / 2
+        else f"FAILED: on {name} the loss went from {first:.3f} to {last:.3f}"
+    )
 
 
 def run_all(epochs: int, seed: int) -> str | None:
@@ -84,10 +95,18 @@ def run_all(epochs: int, seed: int) -> str | None:
 
 def main() -> str | None:
     """Train as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--backend", default="all", choices=[*BACKENDS, "all"], help="what Keras runs on")
-    parser.add_argument("--epochs", type=int, default=6, help="the model is saved and loaded after half of them")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--backend", default="all", choices=[*BACKENDS, "all"], help="what Keras runs on"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=6, help="the model is saved and loaded after half of them"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights and the order of the images"
+    )
     arguments = parser.parse_args()
     if arguments.backend == "all":
         return run_all(arguments.epochs, arguments.seed)

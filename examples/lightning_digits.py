@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Lightning's Trainer with any rule of uniclip: one callback, here for a rule that finds its limit by itself.
+"""Lightning's Trainer with any rule of uniclip: one callback,
+here for a rule that finds its limit by itself.
 
-A recurrent network reads scikit-learn's handwritten digits row by row. Each epoch shows what the callback has
-logged: the norm and the limit of its last step, and the share of its steps that were clipped.
-Needs ``pip install "uniclip-gradients[demo]" lightning``.
+A recurrent network reads scikit-learn's handwritten digits row by row. Each epoch shows what the
+callback has logged: the norm and the limit of its last step, and the share of its steps that were
+clipped. Needs ``pip install "uniclip-gradients[demo]" lightning``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def be_quiet() -> None:
 def main() -> None:
     """Train, show what was logged, and fail if the loss did not fall."""
     be_quiet()
-    torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
+    # The matrices are so small that threads would only wait for each other.
+    torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     model = Reader()
     trainer = Trainer(

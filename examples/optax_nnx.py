@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Clip by a rule that learns its limit, in optax, with a network of Flax NNX.
 
-A small convolutional network reads scikit-learn's handwritten digits; one batch in twenty has any labels, and a
-larger gradient than the others. The rule allows no norm above the 90th percentile of the last hundred; its memory is
-a part of the optimizer's state. Needs ``pip install "uniclip-gradients[demo]" flax optax``.
+A small convolutional network reads scikit-learn's handwritten digits; one batch in twenty has any
+labels, and a larger gradient than the others. The rule allows no norm above the 90th percentile of
+the last hundred; its memory is a part of the optimizer's state. Needs
+``pip install "uniclip-gradients[demo]" flax optax``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def loss_of(model: Network, images: Any, labels: Any) -> Any:
 
 
 @nnx.jit
-def train_step(model: Network, optimizer: nnx.Optimizer, images: Any, labels: Any) -> dict[str, Any]:
+def train_step(
+    model: Network, optimizer: nnx.Optimizer, images: Any, labels: Any
+) -> dict[str, Any]:
     """Take a step and return what to log; the optimizer clips."""
     loss, grads = nnx.value_and_grad(loss_of)(model, images, labels)
     optimizer.update(model, grads)
@@ -70,12 +73,20 @@ def main() -> str | None:
     losses = []
     print("epoch   loss  clip/norm  clip/limit  clip/share")
     for epoch in range(EPOCHS):
-        seen = [train_step(model, optimizer, *batch) for batch in tqdm(batches(rng), f"epoch {epoch}", leave=False)]
-        mean = {name: np.mean([step[name] for step in seen]) for name in seen[0]}  # read to the host once an epoch
+        seen = [
+            train_step(model, optimizer, *batch)
+            for batch in tqdm(batches(rng), f"epoch {epoch}", leave=False)
+        ]
+        # Read to the host once an epoch.
+        mean = {name: np.mean([step[name] for step in seen]) for name in seen[0]}
         losses.append(mean["loss"])
         row = [mean[name] for name in ("loss", "clip/norm", "clip/limit", "clip/share")]
         print("{:5} {:6.3f} {:10.3f} {:11.3f} {:11.0%}".format(epoch, *row))
-    return None if losses[-1] < losses[0] else f"FAILED: the loss did not fall: {losses[0]:.3f}, {losses[-1]:.3f}"
+    return (
+        None
+        if losses[-1] < losses[0]
+        else f"FAILED: the loss did not fall: {losses[0]:.3f}, {losses[-1]:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""A small transformer in a pipeline of two stages, each split by FSDP2: one line clips by the norm of the whole model.
+"""A small transformer in a pipeline of two stages, each split by FSDP2:
+one line clips by the norm of the whole model.
 
-Four processes on the CPU, two stages x two parts; it reads LICENSE character by character. The gradients of a stage are
-parts of its parameters (DTensors, which uniclip joins by themselves), and a stage has a part of the layers, which
-``all_reduce=mesh["pp"]`` joins. It trains the same model in one process, too, prints both losses, and exits with 1 if
-they differ. Needs ``pip install uniclip-gradients torch``, and starts by itself, or by torchrun::
+Four processes on the CPU, two stages x two parts; it reads LICENSE character by character. The
+gradients of a stage are parts of its parameters (DTensors, which uniclip joins by themselves), and
+a stage has a part of the layers, which ``all_reduce=mesh["pp"]`` joins. It trains the same model in
+one process, too, prints both losses, and exits with 1 if they differ. Needs
+``pip install uniclip-gradients torch``, and starts by itself, or by torchrun::
 
     torchrun --nproc-per-node 4 examples/pipeline_fsdp2.py
 """
@@ -33,9 +35,13 @@ RULE = uc.by_global_norm(0.5)
 
 
 class Stage(nn.Module):
-    """Some blocks of a transformer: the first one also reads characters, the last one also guesses the next ones."""
+    """Some blocks of a transformer: the first one also reads characters,
+    the last one also guesses the next ones.
+    """
 
-    def __init__(self, blocks: dict[str, nn.Module], embedding: nn.Module | None, head: nn.Module | None) -> None:
+    def __init__(
+        self, blocks: dict[str, nn.Module], embedding: nn.Module | None, head: nn.Module | None
+    ) -> None:
         super().__init__()
         self.embedding, self.blocks, self.head = embedding, nn.ModuleDict(blocks), head
 
@@ -49,11 +55,16 @@ class Stage(nn.Module):
 
 
 def stage_of(letters: int, number: int, count: int) -> Stage:
-    """Return one of so many stages; each process draws all of them, so that the weights are those of the whole."""
+    """Return one of so many stages.
+
+    Each process draws all of them, so that the weights are those of the whole.
+    """
     torch.manual_seed(0)
     embedding = nn.Embedding(letters, WIDTH)
     blocks = {
-        str(n): nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        str(n): nn.TransformerEncoderLayer(
+            WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         for n in range(BLOCKS)
     }
     head = nn.Linear(WIDTH, letters)
@@ -71,7 +82,9 @@ def batches() -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
     letters = TEXT.read_text(encoding="utf-8")
     alphabet = sorted(set(letters))
     text = torch.tensor([alphabet.index(letter) for letter in letters])
-    starts = torch.randint(len(text) - LENGTH, (STEPS, BATCH, 1), generator=torch.Generator().manual_seed(1))
+    starts = torch.randint(
+        len(text) - LENGTH, (STEPS, BATCH, 1), generator=torch.Generator().manual_seed(1)
+    )
     passages = text[starts + torch.arange(LENGTH + 1)]
     return len(alphabet), [(some[:, :-1], some[:, 1:]) for some in passages]
 
@@ -110,7 +123,10 @@ def in_a_pipeline(mesh: DeviceMesh) -> list[float]:
         read, wanted = (some.chunk(PARTS)[mesh["dp"].get_local_rank()] for some in batch)
         optimizer.zero_grad()
         found: list[torch.Tensor] = []
-        schedule.step(*([read] if number == 0 else []), **({"target": wanted, "losses": found} if last else {}))
+        schedule.step(
+            *([read] if number == 0 else []),
+            **({"target": wanted, "losses": found} if last else {}),
+        )
         if step == 0:
             check = check_layout(optimizer, RULE, all_reduce=mesh["pp"])
             if distributed.get_rank() == 0:
@@ -123,7 +139,10 @@ def in_a_pipeline(mesh: DeviceMesh) -> list[float]:
             losses.append(loss.item() / PARTS)
             norms = handle.report.norms.item()
             if step % 5 == 0 and distributed.get_rank() == distributed.get_world_size() - 1:
-                print(f"step {step:2}: loss {losses[-1]:.4f}, norm of the whole model {norms:.4f}", flush=True)
+                print(
+                    f"step {step:2}: loss {losses[-1]:.4f}, norm of the whole model {norms:.4f}",
+                    flush=True,
+                )
     return losses
 
 
@@ -138,7 +157,9 @@ def main() -> None:
     if distributed.get_rank() == distributed.get_world_size() - 1:
         alone = in_one_process()
         same = all(abs(a - b) < 1e-5 for a, b in zip(losses, alone, strict=True))
-        print(f"\nlast loss: {losses[-1]:.6f} in a pipeline x FSDP2, {alone[-1]:.6f} in one process")
+        print(
+            f"\nlast loss: {losses[-1]:.6f} in a pipeline x FSDP2, {alone[-1]:.6f} in one process"
+        )
     distributed.barrier()
     distributed.destroy_process_group()
     if not (same and (not losses or losses[-1] < losses[0])):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""A training run that is interrupted and resumed, and does bit for bit what it would have done otherwise.
+"""A training run that is interrupted and resumed,
+and does bit for bit what it would have done otherwise.
 
-A small network reads scikit-learn's handwritten digits; one batch in twenty is spoiled, with any labels. The
-rule that clips remembers: no norm may be above the 90th percentile of the last hundred. So a checkpoint has to hold the
-rule's memory beside weights and momentum. Each framework trains whole, then stops halfway and saves, then goes on in a
-new process; the losses have to be equal bit by bit. Last it goes on without the rule's memory: those losses differ.
-Needs ``pip install "uniclip-gradients[demo]"`` and PyTorch, or JAX and flax.
+A small network reads scikit-learn's handwritten digits; one batch in twenty is spoiled, with any
+labels. The rule that clips remembers: no norm may be above the 90th percentile of the last hundred.
+So a checkpoint has to hold the rule's memory beside weights and momentum. Each framework trains
+whole, then stops halfway and saves, then goes on in a new process; the losses have to be equal bit
+by bit. Last it goes on without the rule's memory: those losses differ. Needs
+``pip install "uniclip-gradients[demo]"`` and PyTorch, or JAX and flax.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ import uniclip as uc
 HIDDEN, CLASSES, BATCH = 64, 10, 32  # the images have 64 pixels
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 SPOILED = 0.05  # share of the batches that have any labels
-RULE = uc.chain(uc.autoclip(90, window=100), uc.by_global_norm(5.0))  # the first remembers, the second caps its limit
+# The first remembers, the second caps its limit.
+RULE = uc.chain(uc.autoclip(90, window=100), uc.by_global_norm(5.0))
 
 Batch: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -44,13 +47,18 @@ class Part(NamedTuple):
     forget: bool = False  # the rule's memory
 
 
-Train: TypeAlias = Callable[[dict[str, np.ndarray], Callable[[int], Batch], Part], Iterator[tuple[Any, Any, Any]]]
+Train: TypeAlias = Callable[
+    [dict[str, np.ndarray], Callable[[int], Batch], Part], Iterator[tuple[Any, Any, Any]]
+]
 
 
 def make_start(seed: int) -> dict[str, np.ndarray]:
     """Draw the weights before the first step."""
     rng = np.random.default_rng(seed)
-    start = {"in": rng.normal(size=(64, HIDDEN)) / 8, "out": rng.normal(size=(HIDDEN, CLASSES)) / math.sqrt(HIDDEN)}
+    start = {
+        "in": rng.normal(size=(64, HIDDEN)) / 8,
+        "out": rng.normal(size=(HIDDEN, CLASSES)) / math.sqrt(HIDDEN),
+    }
     return {name: np.float32(value) for name, value in start.items()}
 
 
@@ -65,11 +73,16 @@ def draw_batch(digits: Any, seed: int, step: int) -> Batch:
 def train_torch(
     start: dict[str, np.ndarray], batch: Callable[[int], Batch], part: Part
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """PyTorch: a `uniclip.Clipper` in an eager loop, saved by ``torch.save`` as any other state_dict."""
+    """PyTorch: a `uniclip.Clipper` in an eager loop,
+    saved by ``torch.save`` as any other state_dict.
+    """
     import torch
 
-    torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
-    params = {name: torch.nn.Parameter(torch.from_numpy(value.copy())) for name, value in start.items()}
+    # The matrices are so small that threads would only wait for each other.
+    torch.set_num_threads(1)
+    params = {
+        name: torch.nn.Parameter(torch.from_numpy(value.copy())) for name, value in start.items()
+    }
     optimizer = torch.optim.SGD(params.values(), lr=LEARNING_RATE, momentum=MOMENTUM)
     clipper = uc.Clipper(RULE)
     if part.load:
@@ -83,20 +96,28 @@ def train_torch(
     for step in part.steps:
         images, labels = map(torch.from_numpy, batch(step))
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(torch.relu(images @ params["in"]) @ params["out"], labels)
+        loss = torch.nn.functional.cross_entropy(
+            torch.relu(images @ params["in"]) @ params["out"], labels
+        )
         loss.backward()
         report = clipper.clip_([p.grad for p in params.values()])
         optimizer.step()
         yield loss.detach(), report.norms[0], min(report.limits)
     if part.save:
-        checkpoint = {"params": {name: p.detach() for name, p in params.items()}, "optimizer": optimizer.state_dict()}
+        checkpoint = {
+            "params": {name: p.detach() for name, p in params.items()},
+            "optimizer": optimizer.state_dict(),
+        }
         torch.save({**checkpoint, "clipper": clipper.state_dict()}, part.save)  # <-- THE MEMORY
 
 
 def train_jax(
     start: dict[str, np.ndarray], batch: Callable[[int], Batch], part: Part
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """JAX: the pure form inside of ``jax.jit``; the rule's memory is one more tree of arrays, saved by flax."""
+    """JAX: the pure form inside of ``jax.jit``.
+
+    The rule's memory is one more tree of arrays, saved by flax.
+    """
     import jax
     from flax import serialization
 
@@ -114,7 +135,11 @@ def train_jax(
         return {"params": params, "speed": speed, "clip": clip}, seen
 
     params = jax.tree.map(jax.numpy.asarray, start)
-    now = {"params": params, "speed": jax.tree.map(jax.numpy.zeros_like, params), "clip": RULE.init(params)}
+    now = {
+        "params": params,
+        "speed": jax.tree.map(jax.numpy.zeros_like, params),
+        "clip": RULE.init(params),
+    }
     if part.load:
         saved = serialization.from_bytes(now, part.load.read_bytes())
         now = {**saved, "clip": now["clip"]} if part.forget else saved  # <-- THE MEMORY
@@ -129,9 +154,17 @@ FRAMEWORKS: dict[str, Train] = {"torch": train_torch, "jax": train_jax}
 
 
 def run(name: str, seed: int, part: Part, label: str) -> np.ndarray:
-    """Train for some steps; return their losses, norms and limits as float32, bit for bit as they were."""
+    """Train for some steps.
+
+    Return their losses, norms and limits as float32, bit for bit as they were.
+    """
     batch = partial(draw_batch, load_digits(), seed)
-    with tqdm(FRAMEWORKS[name](make_start(seed), batch, part), f"{label:29}", len(part.steps), unit=" steps") as bar:
+    with tqdm(
+        FRAMEWORKS[name](make_start(seed), batch, part),
+        f"{label:29}",
+        len(part.steps),
+        unit=" steps",
+    ) as bar:
         return np.asarray([[np.float32(number) for number in seen] for seen in bar])
 
 
@@ -147,12 +180,23 @@ def resume_in_new_process(name: str, seed: int, rest: Part) -> dict[str, np.ndar
     """Do as `resume` does in a Python that knows nothing but the checkpoint."""
     answer = f"{rest.load}.npz"
     resumed = [str(rest.steps.start), str(rest.steps.stop), str(rest.load), answer]
-    command = [sys.executable, __file__, "--framework", name, "--seed", str(seed), "--resume", *resumed]
+    command = [
+        sys.executable,
+        __file__,
+        "--framework",
+        name,
+        "--seed",
+        str(seed),
+        "--resume",
+        *resumed,
+    ]
     subprocess.run(command, check=True)  # noqa: S603 - this very file
     return dict(np.load(answer))
 
 
-def compare(name: str, seed: int, steps: int, folder: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def compare(
+    name: str, seed: int, steps: int, folder: Path
+) -> tuple[dict[str, np.ndarray], list[str]]:
     """Train whole, interrupted and resumed; return what was seen, and what is wrong."""
     stop, checkpoint = steps // 2, folder / f"{name}.checkpoint"
     seen = {
@@ -170,7 +214,10 @@ def compare(name: str, seed: int, steps: int, folder: Path) -> tuple[dict[str, n
         said = "all losses bitwise those of the whole run"
         if not equal.all():
             step, difference = first + int(np.argmin(equal)), np.max(np.abs(losses - whole))
-            said = f"{np.mean(~equal):.0%} of the losses differ, from step {step} on, by {difference:.2g} at most"
+            said = (
+                f"{np.mean(~equal):.0%} of the losses differ, from step {step} on, by "
+                f"{difference:.2g} at most"
+            )
         print(f"  {label if wanted else 'resumed without the memory':27} {said}")
         if equal.all() != wanted:
             wrong.append(f"{name}, {label}: {said}")
@@ -181,26 +228,54 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
     """Draw losses, and norms with their limits, step by step, with the point of interruption."""
     plt.switch_backend("Agg")
     figure, panels = plt.subplots(
-        2, len(results), figsize=(7 * len(results), 8), sharex=True, sharey="row", squeeze=False, layout="constrained"
+        2,
+        len(results),
+        figsize=(7 * len(results), 8),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     for (name, seen), (losses, norms) in zip(results.items(), panels.T, strict=True):
         stop, steps = len(seen["interrupted"]), len(seen["whole"])
         before, after = np.arange(stop), np.arange(stop, steps)
         losses.plot(seen["whole"][:, 0], color="0.8", linewidth=5, label="whole")
         losses.plot(before, seen["interrupted"][:, 0], "C0", linewidth=1, label="interrupted")
-        losses.plot(after, seen["resumed"][:, 0], "C2", linewidth=1, label="resumed: the same, bit for bit")
-        losses.plot(after, seen["forgetful"][:, 0], "r:", linewidth=1, label="resumed without the rule's memory")
+        losses.plot(
+            after, seen["resumed"][:, 0], "C2", linewidth=1, label="resumed: the same, bit for bit"
+        )
+        losses.plot(
+            after,
+            seen["forgetful"][:, 0],
+            "r:",
+            linewidth=1,
+            label="resumed without the rule's memory",
+        )
         norm, limit = np.concatenate([seen["interrupted"], seen["resumed"]])[:, 1:].T
         above = norm > limit
         norms.plot(norm, color="0.6", linewidth=1, label="norm before clipping")
-        norms.plot(np.flatnonzero(above), norm[above], "C1.", markersize=4, label=f"clipped: {np.mean(above):.0%}")
+        norms.plot(
+            np.flatnonzero(above),
+            norm[above],
+            "C1.",
+            markersize=4,
+            label=f"clipped: {np.mean(above):.0%}",
+        )
         norms.plot(limit, "k", linewidth=1.5, label="limit, interrupted and resumed")
-        norms.plot(after, seen["forgetful"][:, 2], "r:", linewidth=1.5, label="limit without the rule's memory")
+        norms.plot(
+            after,
+            seen["forgetful"][:, 2],
+            "r:",
+            linewidth=1.5,
+            label="limit without the rule's memory",
+        )
         for panel in (losses, norms):
             panel.axvline(stop - 0.5, color="C0", linestyle="--", linewidth=1)
             panel.set(yscale="log")
             panel.legend(loc="lower left", ncols=2)
-        norms.annotate("  interrupted here", (stop, 0.95), xycoords=norms.get_xaxis_transform(), color="C0")
+        norms.annotate(
+            "  interrupted here", (stop, 0.95), xycoords=norms.get_xaxis_transform(), color="C0"
+        )
         losses.set(title=name, ylim=(1e-3, 20), ylabel="loss")
         norms.set(ylim=(3e-3, 20), xlabel="training step", ylabel="gradient norm")
     figure.suptitle(f"Interrupted, and resumed in a new process\n{RULE!r}")
@@ -210,16 +285,25 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Train, interrupt, resume. Exits with 1 if a resumed run has other losses than one that was not "
-        "interrupted, or if forgetting the rule's memory changes none.",
+        description="Train, interrupt, resume. Exits with 1 if a resumed run has other losses "
+        "than one that was not interrupted, or if forgetting the rule's memory "
+        "changes none.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
     option("--framework", default="torch", choices=[*FRAMEWORKS, "all"], help="what to train with")
-    option("--steps", type=int, default=600, help="of the whole run; it is interrupted after half of them")
+    option(
+        "--steps",
+        type=int,
+        default=600,
+        help="of the whole run; it is interrupted after half of them",
+    )
     option("--seed", type=int, default=0, help="of the start and the batches")
-    option("--out", type=Path, default=Path("resume_training.png"), help="where to write the picture")
-    option("--resume", nargs=4, help=argparse.SUPPRESS)  # for the new process: from, to, checkpoint, answer
+    option(
+        "--out", type=Path, default=Path("resume_training.png"), help="where to write the picture"
+    )
+    # for the new process: from, to, checkpoint, answer
+    option("--resume", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps < 100:
         parser.error("--steps must be 100 or more")
@@ -240,7 +324,10 @@ def main() -> str | None:
             try:
                 results[name], wrong = compare(name, arguments.seed, arguments.steps, Path(folder))
             except ModuleNotFoundError as error:
-                return f"--framework {name} needs a module that is not installed: pip install {error.name}"
+                return (
+                    f"--framework {name} needs a module that is not installed: pip install "
+                    f"{error.name}"
+                )
             failures += wrong
     draw(results, arguments.out)
     return f"FAILED: {'; '.join(failures)}" if failures else None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """A recurrent network in a TensorFlow 1 graph: its gradients explode, and one line clips them.
 
-It learns the text of this repository's license, character by character, in sequences of 60. The recurrent weights and
-the learning rate are large, so gradients grow from character to character: without clipping the first steps ruin the
-network. The same network is trained without the line and with it, and goes on in a new graph from a checkpoint. Exits
-with 1 if the loss does not fall.
-Needs ``pip install "uniclip-gradients[demo]"`` and TensorFlow.
+It learns the text of this repository's license, character by character, in sequences of 60. The
+recurrent weights and the learning rate are large, so gradients grow from character to character:
+without clipping the first steps ruin the network. The same network is trained without the line and
+with it, and goes on in a new graph from a checkpoint. Exits with 1 if the loss does not fall. Needs
+``pip install "uniclip-gradients[demo]"`` and TensorFlow.
 """
 
 from __future__ import annotations
@@ -44,15 +44,22 @@ class Network(NamedTuple):
 def weights(name: str, rows: int, columns: int, gain: float) -> Any:
     """Make a variable of random numbers, by its name the same in each graph."""
     rng = np.random.default_rng(list(name.encode()))
-    return tf1.get_variable(name, initializer=np.float32(gain * rng.normal(size=(rows, columns)) / math.sqrt(rows)))
+    return tf1.get_variable(
+        name, initializer=np.float32(gain * rng.normal(size=(rows, columns)) / math.sqrt(rows))
+    )
 
 
 def loss_of(letters: Any) -> Any:
     """Return the mean loss per letter of a recurrent network that guesses the next one."""
     w_in = weights("rnn/in", len(LETTERS), HIDDEN, math.sqrt(len(LETTERS)))
-    w_state, w_out = weights("rnn/state", HIDDEN, HIDDEN, 1.5), weights("out", HIDDEN, len(LETTERS), 1.0)
+    w_state, w_out = (
+        weights("rnn/state", HIDDEN, HIDDEN, 1.5),
+        weights("out", HIDDEN, len(LETTERS), 1.0),
+    )
     inputs = tf.gather(w_in, tf.transpose(letters[:, :-1]))
-    states = tf.scan(lambda state, x: tf.tanh(x + state @ w_state), inputs, tf.zeros([BATCH, HIDDEN]))
+    states = tf.scan(
+        lambda state, x: tf.tanh(x + state @ w_state), inputs, tf.zeros([BATCH, HIDDEN])
+    )
     logits = tf.reshape(states, [-1, HIDDEN]) @ w_out
     targets = tf.reshape(tf.transpose(letters[:, 1:]), [-1])
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits))
@@ -77,8 +84,13 @@ def batch(step: int) -> np.ndarray:
     return NUMBERS[first + np.arange(LENGTH + 1)]
 
 
-def run(label: str, epochs: range, *, clip: bool, load: str | None = None, save: str | None = None) -> np.ndarray:
-    """Train in a new graph, from a checkpoint or from the start; print each epoch and return the losses."""
+def run(
+    label: str, epochs: range, *, clip: bool, load: str | None = None, save: str | None = None
+) -> np.ndarray:
+    """Train in a new graph, from a checkpoint or from the start.
+
+    Print each epoch and return the losses.
+    """
     print(f"\n{label}\nepoch    loss  clip/norm (largest)  clip/limit  clip/share")
     losses = []
     with tf.Graph().as_default(), tf1.Session() as session:
@@ -88,13 +100,18 @@ def run(label: str, epochs: range, *, clip: bool, load: str | None = None, save:
             saver.restore(session, load)
         for epoch in epochs:
             seen = []
-            for step in tqdm(range(epoch * STEPS, (epoch + 1) * STEPS), f"epoch {epoch}", leave=False):
+            for step in tqdm(
+                range(epoch * STEPS, (epoch + 1) * STEPS), f"epoch {epoch}", leave=False
+            ):
                 fetches = [network.train, network.loss, network.logged]
                 _, loss, logged = session.run(fetches, {network.letters: batch(step)})
                 losses.append(loss)
                 seen.append([logged[name] for name in ("clip/norm", "clip/limit", "clip/share")])
             norms, limits, shares = np.transpose(seen)
-            mean, largest = np.mean(losses[-STEPS:]), f"{norms.mean():9.3g} {f'({norms.max():.3g})':>9}"
+            mean, largest = (
+                np.mean(losses[-STEPS:]),
+                f"{norms.mean():9.3g} {f'({norms.max():.3g})':>9}",
+            )
             print(f"{epoch:5} {mean:7.3f}  {largest}  {limits.min():10.3g}  {shares.mean():10.0%}")
         if save:
             saver.save(session, save)
@@ -106,11 +123,15 @@ def main() -> str | None:
     run("without clipping", range(2), clip=False)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = f"{folder}/model"
-        first = run(f"clip_gradients_by_norm(optimizer, {CLIP_NORM})", range(2), clip=True, save=checkpoint)
+        first = run(
+            f"clip_gradients_by_norm(optimizer, {CLIP_NORM})", range(2), clip=True, save=checkpoint
+        )
         rest = run("the same, from the checkpoint on", range(2, 5), clip=True, load=checkpoint)
     before, after = first[:STEPS].mean(), rest[-STEPS:].mean()
     if not after < before / 2:
-        return f"FAILED: the loss went from {before:.3f} in the first epoch to {after:.3f} in the last"
+        return (
+            f"FAILED: the loss went from {before:.3f} in the first epoch to {after:.3f} in the last"
+        )
     return None
 
 

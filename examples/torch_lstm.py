@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """A recurrent network learns to write a license: PyTorch, mixed precision, and one line that clips.
 
-It reads LICENSE character by character, under CPU autocast to bfloat16 and with a GradScaler. `attach` is all that
-uniclip asks for: the norms are those of the unscaled gradients, and the limit is learned (no norm may be above the
-75th percentile of the last fifty). Prints a table, and exits with 1 if the loss did not fall.
-Needs ``pip install "uniclip-gradients[demo]" torch``.
+It reads LICENSE character by character, under CPU autocast to bfloat16 and with a GradScaler.
+`attach` is all that uniclip asks for: the norms are those of the unscaled gradients, and the limit
+is learned (no norm may be above the 75th percentile of the last fifty). Prints a table, and exits
+with 1 if the loss did not fall. Needs ``pip install "uniclip-gradients[demo]" torch``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def draw(text: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Train, and print what was clipped."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
+    # The matrices are so small that threads would only wait for each other.
+    torch.set_num_threads(1)
     letters = TEXT.read_text(encoding="utf-8")
     alphabet = sorted(set(letters))
     text = torch.tensor([alphabet.index(letter) for letter in letters])
@@ -66,16 +67,23 @@ def main() -> None:
             passages = draw(text)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 scores = model(passages[:, :-1])
-                loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), passages[:, 1:].flatten())
+                loss = torch.nn.functional.cross_entropy(
+                    scores.flatten(0, 1), passages[:, 1:].flatten()
+                )
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             if handle.report is not None:  # the scaler may skip the first steps
                 seen.append({"loss": loss.detach(), **handle.scalars()})  # nothing is read here
-        mean = {name: torch.stack([step[name].float() for step in seen]).mean().item() for name in seen[0]}
+        mean = {
+            name: torch.stack([step[name].float() for step in seen]).mean().item()
+            for name in seen[0]
+        }
         losses.append(mean["loss"])
-        print("{:5} {:6.3f} {:10.3f} {:11.3f} {:11.0%}".format(epoch, *(mean[name] for name in SHOWN)))
+        print(
+            "{:5} {:6.3f} {:10.3f} {:11.3f} {:11.0%}".format(epoch, *(mean[name] for name in SHOWN))
+        )
     if not losses[-1] < losses[0]:
         sys.exit(f"the loss did not fall: {losses}")
 

@@ -1,4 +1,7 @@
-"""Which frameworks a run is for: ``--frameworks numpy,torch``; what needs another one is left out, and counted so."""
+"""Which frameworks a run is for: ``--frameworks numpy,torch``.
+
+What needs another one is left out, and counted so.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = ["kit.cpu"]
 HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
-"""Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
+"""Libraries beside the frameworks: Keras, optax with Flax and Equinox,
+Lightning with Accelerate and Hugging Face.
+"""
 APART = ("types", "libraries")
 """What is not among all: types, and libraries that clip inside, Stable-Baselines3, TRL and timm."""
 NEEDS = {
@@ -41,17 +46,28 @@ NEEDS = {
 }
 """Files that import a library, and which; a run without it does not collect them."""
 
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile(
+    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of this suite."""
     every = ",".join([*EAGER, *ADAPTERS])
-    parser.addoption("--frameworks", default="numpy", help=f"what this run is for, of {every}; or all")
-    parser.addoption("--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"])
-    parser.addoption("--old", help="the folder of uniclip_old, which tests/make_old.py makes, to compare with")
-    parser.addoption("--fuzz", help="the seed of the drawn cases, SEED or SEED:NUMBER; that of the week by default")
+    parser.addoption(
+        "--frameworks", default="numpy", help=f"what this run is for, of {every}; or all"
+    )
+    parser.addoption(
+        "--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"]
+    )
+    parser.addoption(
+        "--old", help="the folder of uniclip_old, which tests/make_old.py makes, to compare with"
+    )
+    parser.addoption(
+        "--fuzz",
+        help="the seed of the drawn cases, SEED or SEED:NUMBER; that of the week by default",
+    )
 
 
 def chosen(config: pytest.Config) -> set[str]:
@@ -59,36 +75,57 @@ def chosen(config: pytest.Config) -> set[str]:
     names = set(config.getoption("--frameworks").split(","))
     every = {*EAGER, *ADAPTERS}
     if unknown := names - every - {"all", *APART}:
-        message = f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all, {', '.join(APART)}"
+        message = (
+            f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all, "
+            f"{', '.join(APART)}"
+        )
         raise pytest.UsageError(message)
     return every if "all" in names else names
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Explain the markers, and choose Keras' backend before anything imports Keras."""
-    config.addinivalue_line("markers", "needs(*names): runs where all of these are in --frameworks, or Keras' backend")
-    config.addinivalue_line("markers", "only(*names): of the frameworks of a run, those that a test is for")
+    config.addinivalue_line(
+        "markers", "needs(*names): runs where all of these are in --frameworks, or Keras' backend"
+    )
+    config.addinivalue_line(
+        "markers", "only(*names): of the frameworks of a run, those that a test is for"
+    )
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files of libraries that a run is not for."""
-    name = collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
-    unasked = name in {"test_against_old.py", "test_lane_against_old.py"} and not config.getoption("--old")
+    name = (
+        collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
+    )
+    unasked = name in {"test_against_old.py", "test_lane_against_old.py"} and not config.getoption(
+        "--old"
+    )
     return True if unasked or NEEDS.get(name, set()) - chosen(config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each framework of this run (``framework``), or each way in which they compile (``compiler``)."""
+    """Give a test each framework of this run (``framework``),
+    or each way in which they compile (``compiler``).
+    """
     for fixture, ways in (("framework", EAGER), ("compiler", COMPILED)):
         if fixture in metafunc.fixturenames:
             only = metafunc.definition.get_closest_marker("only")
-            names = [name for name in ways if name in chosen(metafunc.config) and (not only or name in only.args)]
+            names = [
+                name
+                for name in ways
+                if name in chosen(metafunc.config) and (not only or name in only.args)
+            ]
             some = [way() for name in names for way in ways[name]]
             marks = [pytest.mark.compiled] if fixture == "compiler" else []
             cases = [pytest.param(way, marks=marks, id=way.name) for way in some]
-            metafunc.parametrize(fixture, cases or [pytest.param(None, marks=pytest.mark.needs("none"))], indirect=True)
+            metafunc.parametrize(
+                fixture,
+                cases or [pytest.param(None, marks=pytest.mark.needs("none"))],
+                indirect=True,
+            )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

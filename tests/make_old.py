@@ -1,4 +1,6 @@
-"""Make the package of an earlier commit importable as ``uniclip_old``: ``python tests/make_old.py FOLDER``."""
+"""Make the package of an earlier commit importable as ``uniclip_old``:
+``python tests/make_old.py FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def make(folder: Path) -> None:
     archived = subprocess.run(command, capture_output=True, check=False)
     if archived.returncode:
         why = archived.stderr.decode(errors="replace").strip()
-        sys.exit(f"commit {COMMIT} is needed, which a clone with its whole history has (git fetch --unshallow): {why}")
+        sys.exit(
+            f"commit {COMMIT} is needed, which a clone with its whole history has (git fetch "
+            f"--unshallow): {why}"
+        )
     shutil.rmtree(folder / "uniclip_old", ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as files:
         for member in filter(tarfile.TarInfo.isfile, files):
@@ -32,7 +37,9 @@ def make(folder: Path) -> None:
                 text = files.extractfile(member).read().decode()  # type: ignore[union-attr]
                 target = folder / "uniclip_old" / path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(re.sub(r"\buniclip\b(?!-)", "uniclip_old", text), encoding="utf-8")
+                target.write_text(
+                    re.sub(r"\buniclip\b(?!-)", "uniclip_old", text), encoding="utf-8"
+                )
 
 
 if __name__ == "__main__":

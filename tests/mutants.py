@@ -2,9 +2,10 @@
 
     python tests/mutants.py --count 120 -- pytest -x -q tests/test_contract.py tests/test_fuzz.py
 
-The command is run with ``PYTHONPATH`` at the copy, and notices a fault by failing; first it has to pass on the code as
-it is. A fault gets four times the time of that run. Annotations and the texts of errors are left alone. Some faults are
-equivalent, or choose between two right ways: read the survivors.
+The command is run with ``PYTHONPATH`` at the copy, and notices a fault by failing; first it has to
+pass on the code as it is. A fault gets four times the time of that run. Annotations and the texts
+of errors are left alone. Some faults are equivalent, or choose between two right ways: read the
+survivors.
 """
 # ruff: noqa: T201 - a script prints
 
@@ -26,9 +27,10 @@ from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 OTHERS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
+    ast.Div: ast.Mult, ast.Pow: ast.Mult,
 }  # fmt: skip
 """Each operator, and what takes its place."""
 
@@ -39,7 +41,9 @@ def quiet(tree: ast.AST) -> set[int]:
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(args=given, returns=returned):
-                parts: list[Any] = [arg.annotation for arg in (*given.args, *given.kwonlyargs)] + [returned]
+                parts: list[Any] = [arg.annotation for arg in (*given.args, *given.kwonlyargs)] + [
+                    returned
+                ]
             case ast.AnnAssign(annotation=annotation):
                 parts = [annotation]
             case ast.Raise() | ast.JoinedStr():
@@ -67,7 +71,9 @@ def faulty(node: ast.AST) -> bool:
 
 
 def find_files(only: list[str], skip: list[str]) -> list[Path]:
-    """Return the files whose paths, from ``src/`` on, have one of the first parts and none of the others."""
+    """Return the files whose paths, from ``src/`` on,
+    have one of the first parts and none of the others.
+    """
     paths = {file: file.relative_to(SOURCE).as_posix() for file in sorted(SOURCE.rglob("*.py"))}
     chosen = {file: path for file, path in paths.items() if any(part in path for part in only)}
     return [file for file, path in chosen.items() if not any(part in path for part in skip)]
@@ -95,7 +101,9 @@ def ended(command: list[str], source: Path, most: float | None = None) -> str:
     """Return how a command ends on a copy of the sources."""
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=most, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, timeout=most, check=False
+        )
     except subprocess.TimeoutExpired:
         return "timed out"
     return "noticed" if done.returncode else "SURVIVED"
@@ -103,10 +111,14 @@ def ended(command: list[str], source: Path, most: float | None = None) -> str:
 
 def main() -> int:
     """Plant faults, and print what becomes of each; return 1 if too few are noticed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of paths, such as backends/torch")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="parts of paths, such as backends/torch"
+    )
     parser.add_argument("--skip", nargs="*", default=[], help="parts of paths that are left alone")
     parser.add_argument("--gate", type=float, default=0.0, help="the share that has to be noticed")
     parser.add_argument("command", nargs="+")

@@ -1,9 +1,11 @@
-"""Record what every rule does, so that later versions can be held to it: ``python tests/record.py`` writes tests/data.
+"""Record what every rule does, so that later versions can be held to it:
+``python tests/record.py`` writes tests/data.
 
-``python tests/record.py files`` writes what each library saves, in tests/data/files; `adapters.contract` loads it.
+``python tests/record.py files`` writes what each library saves, in tests/data/files;
+`adapters.contract` loads it.
 
-Each was run once, and today's results are compared with what it wrote. Run it again only where results are meant to
-change, and say so in the change log.
+Each was run once, and today's results are compared with what it wrote. Run it again only where
+results are meant to change, and say so in the change log.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ SHOWN = (0, 6, 11)
 """The steps whose clipped gradients are recorded: the first, a spike, the last."""
 STOP = 6
 """After how many steps the state is saved, from which another clipper goes on."""
-NOT_NEEDED = ("training_args.bin", "rng_state.pth", "random_states_0.pkl", "model.meta", "checkpoint")
+NOT_NEEDED = (
+    "training_args.bin",
+    "rng_state.pth",
+    "random_states_0.pkl",
+    "model.meta",
+    "checkpoint",
+)
 """Files without which a training goes on, and which hold paths, or much else."""
 LARGE = 1000
 """How many entries of a state are too many to record at each step: the histogram of all norms."""
@@ -45,10 +53,15 @@ def flat(tree: Any) -> np.ndarray:
 
 def row(clipped: Any, report: Any, saved: dict[str, Any]) -> Arrays:
     """Return what is recorded of one step."""
-    fields = {name: flat(getattr(report, name)) for name in ("norms", "limits", "factors", "thresholds")}
+    fields = {
+        name: flat(getattr(report, name)) for name in ("norms", "limits", "factors", "thresholds")
+    }
     fields |= {name: flat(getattr(report, name)) for name in FLAGS}
     fields |= {f"state {name}": np.asarray(value) for name, value in saved.get("state", {}).items()}
-    return {"gradients": flat(clipped), **{name: value for name, value in fields.items() if 0 < value.size < LARGE}}
+    return {
+        "gradients": flat(clipped),
+        **{name: value for name, value in fields.items() if 0 < value.size < LARGE},
+    }
 
 
 def taken(rule: Any, dtype: str) -> list[Arrays]:
@@ -62,7 +75,10 @@ def taken(rule: Any, dtype: str) -> list[Arrays]:
 
 
 def together(rows: list[Arrays], dtype: str) -> np.ndarray:
-    """Return the rows of all steps as one array of records; gradients are 0 where they are not recorded."""
+    """Return the rows of all steps as one array of records.
+
+    Gradients are 0 where they are not recorded.
+    """
     for number in set(range(len(rows))) - set(SHOWN):
         rows[number]["gradients"] = np.zeros_like(rows[number]["gradients"])
     kind = lambda value: dtype if value.dtype.kind == "f" else value.dtype
@@ -115,10 +131,16 @@ def write(uc: ModuleType) -> None:
     rules = every_rule(uc)
     for dtype in DTYPES:
         np.savez_compressed(
-            DATA / f"{dtype}.npz", **{name: together(taken(rule, dtype), dtype) for name, rule in rules.items()}
+            DATA / f"{dtype}.npz",
+            **{name: together(taken(rule, dtype), dtype) for name, rule in rules.items()},
         )
-    states = {dtype: {name: stopped(uc, rule, dtype) for name, rule in rules.items()} for dtype in DTYPES}
-    remembered = {dtype: {name: saved for name, saved in every.items() if saved} for dtype, every in states.items()}
+    states = {
+        dtype: {name: stopped(uc, rule, dtype) for name, rule in rules.items()} for dtype in DTYPES
+    }
+    remembered = {
+        dtype: {name: saved for name, saved in every.items() if saved}
+        for dtype, every in states.items()
+    }
     (DATA / "states.json.gz").write_bytes(gzip.compress(json.dumps(remembered).encode(), mtime=0))
     write_files(uc)
 

@@ -1,4 +1,5 @@
-"""Drawn cases on the package of an earlier commit and on this one, side by side: ``tox -e old``, else not collected.
+"""Drawn cases on the package of an earlier commit and on this one, side by side: ``tox -e old``,
+else not collected.
 
 Before each step the new one is told what the old one remembers, so that rounding cannot add up.
 """
@@ -22,7 +23,14 @@ from kit.frameworks import Framework
 from kit.run import Run, case_of
 from kit.trees import EPS, walk
 
-CASES = {"numpy": 600, "torch": 300, "tensorflow": 150, "jax": 60, "array-api-strict": 150, "mlx": 150}
+CASES = {
+    "numpy": 600,
+    "torch": 300,
+    "tensorflow": 150,
+    "jax": 60,
+    "array-api-strict": 150,
+    "mlx": 150,
+}
 PARTS = 4
 SEED = 11
 
@@ -46,7 +54,10 @@ def remembered(run: Run) -> dict[str, Any]:
 
 
 def remind(run: Run, saved: dict[str, Any]) -> bool:
-    """Give a run what one of the old package remembers; false where that had norms of each dtype apart."""
+    """Give a run what one of the old package remembers.
+
+    False where that had norms of each dtype apart.
+    """
     own = remembered(run)
     if saved and set(saved["state"]) != set(own["state"]):
         return False
@@ -59,7 +70,9 @@ def remind(run: Run, saved: dict[str, Any]) -> bool:
 
 
 def outcome(run: Run, values: list[Any], loss: float | None) -> Any:
-    """Return the gradients of a step, what came of them, and the report; or an error that a case may have."""
+    """Return the gradients of a step, what came of them, and the report;
+    or an error that a case may have.
+    """
     grads = run.tree(values)
     params = run.tree(run.case.params)
     try:
@@ -74,11 +87,17 @@ def outcome(run: Run, values: list[Any], loss: float | None) -> Any:
 def near(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
     """Return which numbers are equal but for rounding: NaN and ∞ exactly."""
     with np.errstate(all="ignore"):
-        return (one == other) | (np.isnan(one) & np.isnan(other)) | (np.abs(one - other) <= rtol * np.abs(one))
+        return (
+            (one == other)
+            | (np.isnan(one) & np.isnan(other))
+            | (np.abs(one - other) <= rtol * np.abs(one))
+        )
 
 
 def same_norms(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
-    """Return which norms are equal but for rounding, or subnormal, or not finite: old ones lost some of these."""
+    """Return which norms are equal but for rounding, or subnormal, or not finite:
+    old ones lost some of these.
+    """
     with np.errstate(all="ignore"):
         return (
             near(one, other, rtol)
@@ -88,7 +107,10 @@ def same_norms(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
 
 
 def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: C901 - what is not compared, and why
-    """Require two outcomes of one step to be equal to some units in the last place; return whether rounding decided."""
+    """Require two outcomes of one step to be equal to some units in the last place.
+
+    Return whether rounding decided.
+    """
     if there == "read-only" and (case.way == "in place" or "None" in f"{case.tree} {case.steps}"):
         return True  # the old one refused some absent gradients, and what is not written
     if isinstance(there, str) or isinstance(here, str):
@@ -99,7 +121,9 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
     same_tree(clipped, own_clipped)
     if case.way == "holder" and next(walk(grads), None) is None:
         return True  # the old one kept the report of the step before
-    views = list(zip(views_of(case.plan, report, fw), views_of(case.plan, own_report, fw), strict=True))
+    views = list(
+        zip(views_of(case.plan, report, fw), views_of(case.plan, own_report, fw), strict=True)
+    )
     remembers = any(plan.remembers or plan.limit[0] == "trust" for plan in plans_of(case.plan))
     decided, ordinary = True, True
     for old, new in views:
@@ -107,9 +131,12 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
         assert old.thresholds is None or new.thresholds is not None  # also of groups without leaves
         if old.norms is None or not (decided and ordinary):  # what follows in a chain depends on it
             continue
-        for norms, limits, factors, *others in zip(old.norms, old.limits, old.factors, *new[:3], strict=True):
+        for norms, limits, factors, *others in zip(
+            old.norms, old.limits, old.factors, *new[:3], strict=True
+        ):
             eps = float(np.finfo(norms.dtype).eps)
-            loose = 2e4 * eps if remembers else 4 * eps  # a limit that is learned is a difference of norms at times
+            # A limit that is learned is a difference of norms at times.
+            loose = 2e4 * eps if remembers else 4 * eps
             top = min(float(np.finfo(one.dtype).max) for one in (limits, others[1]))
             most, own_most = (np.minimum(one, top) for one in (limits, others[1]))
             assert same_norms(norms, others[0], 2 * eps).all(), (norms, others[0])
@@ -119,15 +146,23 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
                 assert (near(most, own_most, loose) | (norms == 0)).all(), (limits, others[1])
             ordinary &= not ((others[0] > 0) & (others[0] < 1e-37)).any() or eps < 1e-9
             # The old one had factors in two steps, beyond the range.
-            ordinary &= not ((norms > 0) & (most > 0) & (most.astype(np.longdouble) / norms < 1e-37)).any()
+            ordinary &= not (
+                (norms > 0) & (most > 0) & (most.astype(np.longdouble) / norms < 1e-37)
+            ).any()
             some = np.abs(factors[np.isfinite(factors) & (factors != 0)])
             ordinary &= bool(((some > 1e-37) & (some < 1e37)).all())
     if not (decided and ordinary):
         return True
     for name in ("clipped", "finite", "skipped"):
         flags = [getattr(one, name) for one in (report, own_report)]
-        assert len({None if flag is None else bool(numpy_of(flag, fw)) for flag in flags}) == 1, (name, flags)
-    leaves = zip(*([leaf for _, leaf in walk(tree)] for tree in (grads, clipped, own_grads, own_clipped)), strict=True)
+        assert len({None if flag is None else bool(numpy_of(flag, fw)) for flag in flags}) == 1, (
+            name,
+            flags,
+        )
+    leaves = zip(
+        *([leaf for _, leaf in walk(tree)] for tree in (grads, clipped, own_grads, own_clipped)),
+        strict=True,
+    )
     for given, one, own_given, other in leaves:
         assert fw.dtype(one) == fw.dtype(other)
         assert not fw.same_objects or (one is given) is (other is own_given)
@@ -135,12 +170,18 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
         first, second = (fw.numpy(leaf).astype(np.complex128) for leaf in (one, other))
         tiny = float(np.finfo(np.float32).tiny) if eps > 2**-40 else 0.0
         rtol = 2e4 * eps if remembers else 4 * eps
-        assert (near(first, second, rtol) | (np.abs(first - second) <= tiny)).all(), (case, first, second)
+        assert (near(first, second, rtol) | (np.abs(first - second) <= tiny)).all(), (
+            case,
+            first,
+            second,
+        )
     return False
 
 
 def same_states(found: Any, wanted: Any) -> None:
-    """Require two saved states to be the same: numbers to rounding, whole ones and names exactly."""
+    """Require two saved states to be the same: numbers to rounding,
+    whole ones and names exactly.
+    """
     if isinstance(wanted, dict):
         assert not set(wanted) - set(found)
         for key in wanted:
@@ -157,7 +198,9 @@ def same_states(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_old_and_new(framework: Framework, part: int, old: ModuleType) -> None:
-    """Norms and limits are equal to 2 ulp, gradients to 4, flags and the very same objects exactly."""
+    """Norms and limits are equal to 2 ulp, gradients to 4,
+    flags and the very same objects exactly.
+    """
     for number in range(part, CASES[framework.name], PARTS):
         try:
             both = [case_of(package, framework, SEED, number) for package in (old, uc)]
@@ -169,13 +212,19 @@ def test_old_and_new(framework: Framework, part: int, old: ModuleType) -> None:
         if any(plan.remembers and plan.limit[0] == "per group" for plan in plans):
             continue  # whose state has all groups that a rule names now
         for case in both:
-            case.way = case.way if case.way in {"plain", "holder", "in place", "summed"} else "plain"
+            case.way = (
+                case.way if case.way in {"plain", "holder", "in place", "summed"} else "plain"
+            )
         with np.errstate(all="ignore"):
-            there, here = (Run(package, framework, case) for package, case in zip((old, uc), both, strict=True))
+            there, here = (
+                Run(package, framework, case) for package, case in zip((old, uc), both, strict=True)
+            )
             for values, loss in zip(both[0].steps, both[0].losses, strict=True):
                 if not remind(here, remembered(there)):
                     break
-                doubt = compare(framework, both[0], outcome(there, values, loss), outcome(here, values, loss))
+                doubt = compare(
+                    framework, both[0], outcome(there, values, loss), outcome(here, values, loss)
+                )
                 if (
                     not doubt and "None" not in f"{both[0].tree} {values}"
                 ):  # a shared count stands still if all are absent

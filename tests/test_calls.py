@@ -1,4 +1,7 @@
-"""How many functions a call of uniclip calls, which is the same on every machine; the numbers may only fall."""
+"""How many functions a call of uniclip calls, which is the same on every machine.
+
+The numbers may only fall.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,21 @@ from kit.devices import on_torch
 from kit.frameworks import EAGER, Framework
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "calls.json").read_text(encoding="utf-8"))
-"""By framework and by what is called: how many functions of Python, and others; or kernels for 2 and 20 leaves."""
+"""By framework and by what is called: how many functions of Python, and others;
+or kernels for 2 and 20 leaves.
+"""
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 """What is a function only before Python 3.12."""
 EXACT = sys.version_info[:2] == (3, 11)
-"""Whether this is the Python, with the versions, whose numbers were recorded; others may call less."""
+"""Whether this is the Python, with the versions, whose numbers were recorded;
+others may call less.
+"""
 
 
 def counted(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> tuple[int, int]:
-    """Return how many Python functions and how many others are called by a call with new arguments."""
+    """Return how many Python functions and how many others are called by a call with
+    new arguments.
+    """
     counts = {"call": 0, "c_call": 0}
 
     def listen(frame: Any, event: str, arg: Any) -> None:
@@ -49,18 +58,24 @@ def counted(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> tu
 def judge(framework: str, name: str, found: tuple[int, int]) -> None:
     """Require as many as were recorded: more are slower, and fewer are to be recorded."""
     before = RECORDED[framework][name]
-    assert all(n <= 1.03 * m + 2 for n, m in zip(found, before, strict=True)), f"{name}: {found}, more than {before}"
+    assert all(n <= 1.03 * m + 2 for n, m in zip(found, before, strict=True)), (
+        f"{name}: {found}, more than {before}"
+    )
     assert not EXACT or all(n > 0.95 * m for n, m in zip(found, before, strict=True)), (
         f"fewer: write {name}: {found}, not {before}"
     )
 
 
-def cases(framework: Framework) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
+def cases(
+    framework: Framework,
+) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
     """Return usual calls, and what makes their arguments: ten leaves, if nothing else is said."""
 
     def grads(count: int = 10, zeros: int = 0) -> list[Any]:
         sizes = [0.0 if number < zeros else 1.0 for number in range(count)]
-        return [framework.array(np.full((4, 3 + number), size)) for number, size in enumerate(sizes)]
+        return [
+            framework.array(np.full((4, 3 + number), size)) for number, size in enumerate(sizes)
+        ]
 
     def plain() -> tuple[Any, ...]:
         return (grads(),)
@@ -78,7 +93,10 @@ def cases(framework: Framework) -> dict[str, tuple[Callable[..., Any], Callable[
         "clip agc": (lambda g: uc.clip(g, agc, params=g), plain),
         "Clipper zclip": (zclip, plain),
         "clip by_norm, thirty leaves": (lambda g: uc.clip(g, rule), lambda: (grads(30),)),
-        "clip by_norm, thirty leaves, one of zeros": (lambda g: uc.clip(g, rule), lambda: (grads(30, 1),)),
+        "clip by_norm, thirty leaves, one of zeros": (
+            lambda g: uc.clip(g, rule),
+            lambda: (grads(30, 1),),
+        ),
     }
     return found | (of_torch(grads) if framework.name == "torch" else {})
 
@@ -113,7 +131,10 @@ def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
             lambda: (params(),),
         ),
         "optimizer.step, attached": (optimizer.step, again),
-        "clip_by_global_norm, thirty leaves": (lambda g: uc.clip_by_global_norm(g, 1.0), lambda: (grads(30),)),
+        "clip_by_global_norm, thirty leaves": (
+            lambda g: uc.clip_by_global_norm(g, 1.0),
+            lambda: (grads(30),),
+        ),
         "clip_by_global_norm, thirty leaves and a sparse one": (
             lambda g: uc.clip_by_global_norm(g, 1.0),
             beside_a_sparse_one,
@@ -125,9 +146,12 @@ def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
 def test_calls(framework: Framework) -> None:
     """As many functions are called as were recorded.
 
-    They are counted in a process of its own: some that were called before, as `torch.compile`, wrap others for good.
+    They are counted in a process of its own: some that were called before, as `torch.compile`, wrap
+    others for good.
     """
-    done = subprocess.run([sys.executable, __file__, framework.name], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, framework.name], check=True, stdout=subprocess.PIPE, text=True
+    )
     print(done.stdout)  # noqa: T201 - shown if the test fails
     found = json.loads(done.stdout)
     assert found.keys() == RECORDED[framework.name].keys()
@@ -135,10 +159,29 @@ def test_calls(framework: Framework) -> None:
         judge(framework.name, name, counts)
 
 
-VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "unbind", "unsqueeze", "view"}
+VIEWS = {
+    "alias",
+    "as_strided",
+    "detach",
+    "expand",
+    "permute",
+    "select",
+    "slice",
+    "unbind",
+    "unsqueeze",
+    "view",
+}
 """Operations that start no kernel."""
-ONE = {"_foreach_norm", "_foreach_mul.Tensor", "_foreach_mul.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"}
-"""Operations on many tensors that start one kernel on CUDA; with a factor for each they start one for each."""
+ONE = {
+    "_foreach_norm",
+    "_foreach_mul.Tensor",
+    "_foreach_mul.Scalar",
+    "_foreach_mul_.Tensor",
+    "_foreach_mul_.Scalar",
+}
+"""Operations on many tensors that start one kernel on CUDA;
+with a factor for each they start one for each.
+"""
 
 
 def kernels(rule: Any, leaves: int) -> int:
@@ -151,11 +194,18 @@ def kernels(rule: Any, leaves: int) -> int:
     class Kernels(TorchDispatchMode):
         """Count the operations that start some."""
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal count
-            name, arrays = func.overloadpacket.__name__, [x for x in args if isinstance(x, (torch.Tensor, list, tuple))]
+            name, arrays = (
+                func.overloadpacket.__name__,
+                [x for x in args if isinstance(x, (torch.Tensor, list, tuple))],
+            )
             if arrays and name not in VIEWS:  # without an array, a number becomes one
-                each = name.startswith("_foreach") and not {name, f"{name}.{func._overloadname}"} & ONE
+                each = (
+                    name.startswith("_foreach") and not {name, f"{name}.{func._overloadname}"} & ONE
+                )
                 count += len(args[0]) if each else 1
             return func(*args, **(kwargs or {}))
 
@@ -168,17 +218,25 @@ def kernels(rule: Any, leaves: int) -> int:
 
 
 RULES = {
-    "by_global_norm": uc.by_global_norm(1.0), "by_norm": uc.by_norm(1.0), "by_block_rms": uc.by_block_rms(0.1),
-    "zclip": uc.zclip(), "adagc": uc.adagc(), "agc": uc.agc(),
-}  # fmt: skip
+    "by_global_norm": uc.by_global_norm(1.0),
+    "by_norm": uc.by_norm(1.0),
+    "by_block_rms": uc.by_block_rms(0.1),
+    "zclip": uc.zclip(),
+    "adagc": uc.adagc(),
+    "agc": uc.agc(),
+}
 
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", RULES)
 def test_kernels(name: str) -> None:
-    """A step on an accelerator starts as many kernels as were recorded, for two leaves and for twenty."""
+    """A step on an accelerator starts as many kernels as were recorded,
+    for two leaves and for twenty.
+    """
     judge("kernels", name, (kernels(RULES[name], 2), kernels(RULES[name], 20)))
 
 
 if __name__ == "__main__":  # print what is recorded of a framework
-    print(json.dumps({name: counted(*case) for name, case in cases(EAGER[sys.argv[1]][0]()).items()}))  # noqa: T201
+    print(  # noqa: T201
+        json.dumps({name: counted(*case) for name, case in cases(EAGER[sys.argv[1]][0]()).items()})
+    )

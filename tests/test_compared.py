@@ -1,4 +1,6 @@
-"""The comparison with other libraries shows uniclip right, and the programs that compare and measure run."""
+"""The comparison with other libraries shows uniclip right,
+and the programs that compare and measure run.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,14 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_calls_of_others(library: calls.Library) -> None:
-    """In the usual case every library is right in all that it has: else its call is written wrongly."""
+    """In the usual case every library is right in all that it has:
+    else its call is written wrongly.
+    """
     usual = [case for case in GROUPS["usual"] if offers(library, case)]
     assert {case.kind for case in usual} == library.calls.keys() - {"import"}
-    assert {case.title: found for case in usual if (found := result(library, case)).mark != RIGHT} == {}
+    assert {
+        case.title: found for case in usual if (found := result(library, case)).mark != RIGHT
+    } == {}
 
 
 def test_what_is_said() -> None:
@@ -47,32 +53,60 @@ def test_what_is_said() -> None:
     counts = {name: marks for name, *marks in cells(PAGES["parts"]["tally"])[2:]}
     right, wrong = counts["uniclip"][0], counts.pop("at least one built-in")[1]
     assert {sum(map(int, marks)) for marks in counts.values()} == {len(CASES)}
-    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/compared.md"))
+    readme, page = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/compared.md")
+    )
     assert f"In {wrong} of {len(CASES)} cases at least one" in readme
     assert f"uniclip is right in all {right}." in readme
-    assert f"right in all {right} cases. At least one built-in function is wrong, without an error, in {wrong}." in page
+    assert (
+        f"right in all {right} cases. At least one built-in function is wrong, without an "
+        f"error, in {wrong}."
+    ) in page
 
 
 def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README has the ratios that were measured, as the page has them, and says where uniclip is slower."""
+    """The README has the ratios that were measured, as the page has them,
+    and says where uniclip is slower.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     tables = importlib.import_module("performance_tables")
-    step, growth = (json.loads((ROOT / "docs" / f"speed-{name}.json").read_bytes()) for name in ("step", "growth"))
+    step, growth = (
+        json.loads((ROOT / "docs" / f"speed-{name}.json").read_bytes())
+        for name in ("step", "growth")
+    )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = readme[readme.index("- **Fast.**") : readme.index("- **Small")]
     assert cells(said) == cells(tables.parts(step, growth)["steps"])
     rows = [row for row in step["rows"] if row["framework"] == "torch"]
-    slow = {row["what"] for row in rows if any(round(ratio[1], 2) < 1 for ratio in row["times"].values())}
-    assert slow == {name for names in re.findall(r"Slower: [^(]*\(([^)]+)\)", said) for name in names.split(", ")}
+    slow = {
+        row["what"]
+        for row in rows
+        if any(round(ratio[1], 2) < 1 for ratio in row["times"].values())
+    }
+    assert slow == {
+        name
+        for names in re.findall(r"Slower: [^(]*\(([^)]+)\)", said)
+        for name in names.split(", ")
+    }
 
 
 def test_sizes_are_said() -> None:
-    """The README has the lines of code of today, to hundreds: without docstrings, comments and blank lines."""
+    """The README has the lines of code of today, to hundreds: without docstrings,
+    comments and blank lines.
+    """
     source = ROOT / "src" / "uniclip"
-    files = [file for file in source.rglob("*.py") if not {"integrations", "insight"} & {*file.parts}]
-    core, step = (100 * round(sum(map(count_lines, some)) / 100) for some in (files, [source / "_core" / "step.py"]))
+    files = [
+        file for file in source.rglob("*.py") if not {"integrations", "insight"} & {*file.parts}
+    ]
+    core, step = (
+        100 * round(sum(map(count_lines, some)) / 100)
+        for some in (files, [source / "_core" / "step.py"])
+    )
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"is {core:,} lines of code in {len(files)} files, the step that all take {step} of them" in readme
+    assert (
+        f"is {core:,} lines of code in {len(files)} files, the step that all take {step} of them"
+        in readme
+    )
 
 
 def count_lines(file: Path) -> int:
@@ -90,7 +124,11 @@ def count_lines(file: Path) -> int:
 
 def cells(text: str) -> list[list[str]]:
     """Return the cells of the rows of a table in a text."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    ]
 
 
 def test_speed(tmp_path: Path) -> None:
@@ -101,7 +139,9 @@ def test_speed(tmp_path: Path) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))
     assert results["about"].keys() == {"cpu", "cores", "date", "versions"}
     assert [row["clipped"] for row in results["rows"]] == [False, True]
-    assert all(row["us"].keys() == {"native", "clip_grad_norm_", "attach"} for row in results["rows"])
+    assert all(
+        row["us"].keys() == {"native", "clip_grad_norm_", "attach"} for row in results["rows"]
+    )
 
 
 def test_growth() -> None:

@@ -21,7 +21,16 @@ import uniclip as uc
 from conftest import chosen, quickly
 from kit import rules
 from kit.contract import PROMISES
-from kit.frameworks import COMPILED, Framework, JAXJit, JAXx64, TensorFlow, TensorFlowFunction, Torch, TorchCompile
+from kit.frameworks import (
+    COMPILED,
+    Framework,
+    JAXJit,
+    JAXx64,
+    TensorFlow,
+    TensorFlowFunction,
+    Torch,
+    TorchCompile,
+)
 from kit.promise import Program
 from kit.trees import leaves, mapped, walk
 
@@ -36,7 +45,9 @@ FAMILIES["relative"]["agc, units"] = FAMILIES["kinds"]["agc"] = uc.Rule(
     uc.limits.Relative(0.05), scope=uc.scopes.unit(0)
 )
 """Said outright: which axis counts the units is the convention of a framework."""
-FAMILIES["every"] = {name: rule for family in rules.FAMILIES for name, rule in FAMILIES[family].items()}
+FAMILIES["every"] = {
+    name: rule for family in rules.FAMILIES for name, rule in FAMILIES[family].items()
+}
 EVERY, KINDS = FAMILIES["every"], FAMILIES["kinds"]
 PROGRAMS = {
     "torch.compile": ("relative",),  # those that learn are Inductor's
@@ -44,8 +55,19 @@ PROGRAMS = {
     "tensorflow-graph": tuple(rules.FAMILIES),
     "jax.jit": tuple(rules.FAMILIES),
 }
-"""What each compiler is given, one program for each family: what takes long to compile gets less."""
-FEW = {"ToTheLimit", "OnlyMeasures", "ZeroLimit", "Propagates", "Skips", "Zeroes", "RemembersNoNaN", "InPlace"}
+"""What each compiler is given, one program for each family:
+what takes long to compile gets less.
+"""
+FEW = {
+    "ToTheLimit",
+    "OnlyMeasures",
+    "ZeroLimit",
+    "Propagates",
+    "Skips",
+    "Zeroes",
+    "RemembersNoNaN",
+    "InPlace",
+}
 PROMISED = {
     "torch.compile": {"Propagates", "Skips", "Zeroes"},
     "tf.function": FEW,
@@ -56,16 +78,23 @@ PROMISED = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each compiler of this run, and each program of it; what JAX does with 64 bits is traced only."""
+    """Give a test each compiler of this run, and each program of it.
+
+    What JAX does with 64 bits is traced only.
+    """
     ways = [way() for name in COMPILED if name in chosen(metafunc.config) for way in COMPILED[name]]
     if "promised" in metafunc.fixturenames:
         some = [pytest.param(way, id=way.name) for way in ways if way.name in PROMISED]
-        metafunc.parametrize("promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))])
+        metafunc.parametrize(
+            "promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))]
+        )
     if "program" in metafunc.fixturenames:
         cases = [(way, program) for way in ways for program in PROGRAMS.get(way.name, ())]
         names = [f"{way.name}: {program}" for way, program in cases]
         metafunc.parametrize(
-            ("way", "program"), cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))], ids=names or None
+            ("way", "program"),
+            cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))],
+            ids=names or None,
         )
 
 
@@ -77,7 +106,12 @@ def step_of(some: dict[str, Any]) -> Callable[..., Any]:
         for name, rule in some.items():
             clipped, state, report = rule.update(grads, states[name], params, loss=loss)
             shown = {field: getattr(report, field) for field in FIELDS}
-            found[name] = {"clipped": clipped, "state": state, "report": shown, "scalars": report.scalars()}
+            found[name] = {
+                "clipped": clipped,
+                "state": state,
+                "report": shown,
+                "scalars": report.scalars(),
+            }
             if "example" in name and not rule.memory:
                 found[name]["sum"] = uc.clip_and_sum(grads, rule)[0]
         return found
@@ -85,7 +119,9 @@ def step_of(some: dict[str, Any]) -> Callable[..., Any]:
     return step
 
 
-def trained(fw: Framework, some: dict[str, Any], step: Callable[..., Any], steps: list[Any] = STEPS) -> list[Any]:
+def trained(
+    fw: Framework, some: dict[str, Any], step: Callable[..., Any], steps: list[Any] = STEPS
+) -> list[Any]:
     """Return what each rule does and shows at each step."""
     params, found = mapped(fw.array, PARAMS), []
     states = {name: rule.init(params) for name, rule in some.items()}
@@ -101,7 +137,9 @@ def wanted(program: str) -> list[Any]:
     return trained(NUMPY, FAMILIES[program], step_of(FAMILIES[program]))
 
 
-def alike(found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str) -> Iterator[tuple[Any, Any]]:
+def alike(
+    found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str
+) -> Iterator[tuple[Any, Any]]:
     """Yield the arrays of two results, which have the same paths, shapes and floats."""
     there, here = dict(walk(found)), dict(walk(plain))
     assert list(there) == list(here), where
@@ -113,20 +151,30 @@ def alike(found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str) ->
 
 
 def agree(fw: Framework, found: list[Any], program: str) -> None:
-    """Require all that some rules did at each step to be what they do in NumPy, but for rounding."""
+    """Require all that some rules did at each step to be what they do in NumPy,
+    but for rounding.
+    """
     for number, (result, plain) in enumerate(zip(found, wanted(program), strict=True)):
-        known = ["clipped", "state"] if math.isnan(rules.SIZES[number]) else ["clipped", "state", "report", "scalars"]
+        known = (
+            ["clipped", "state"]
+            if math.isnan(rules.SIZES[number])
+            else ["clipped", "state", "report", "scalars"]
+        )
         for name in result:
             where = f"{name}, step {number}"
             parts = [*known, *(["sum"] if "sum" in plain[name] else [])]
             some, other = ({part: tree[name][part] for part in parts} for tree in (result, plain))
             for one, array in alike(some, other, fw.dtype, where):
-                np.testing.assert_allclose(fw.numpy(one), array, rtol=2e-5, atol=1e-7, err_msg=where)
+                np.testing.assert_allclose(
+                    fw.numpy(one), array, rtol=2e-5, atol=1e-7, err_msg=where
+                )
 
 
 @contextmanager
 def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Compile a function, and require afterwards that it was compiled once, whatever it was called with."""
+    """Compile a function, and require afterwards that it was compiled once,
+    whatever it was called with.
+    """
     calls: list[int] = []
 
     def counted(*args: Any) -> Any:
@@ -147,7 +195,9 @@ def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Calla
 @pytest.mark.compiled
 @pytest.mark.usefixtures("_quickly")
 def test_rules(way: Framework, program: str) -> None:
-    """Step after step, gradients, states, reports and what loggers show are those of NumPy, compiled once."""
+    """Step after step, gradients, states, reports and what loggers show are those of NumPy,
+    compiled once.
+    """
     some = FAMILIES[program]
     with way.context(), compiled_once(way, step_of(some)) as step:
         agree(way, trained(way, some, step), program)
@@ -167,7 +217,9 @@ def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
     given = [program.arrays(fw) for _, program in programs]
 
     def run(given: Any) -> Any:
-        return [program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)]
+        return [
+            program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)
+        ]
 
     found = fw.run(run, given)
     return [
@@ -181,7 +233,9 @@ def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
 def test_promises(promised: Framework) -> None:
     """Every promise that makes values is kept where all of them are traced as one program."""
     with promised.context():
-        programs = [(promise.case, one) for promise in PROMISES for one in promise.programs_for(promised)]
+        programs = [
+            (promise.case, one) for promise in PROMISES for one in promise.programs_for(promised)
+        ]
         if few := PROMISED[promised.name]:
             programs = [(case, one) for case, one in programs if type(one).__name__ in few]
         with quickly():
@@ -195,7 +249,10 @@ def test_limits(compiler: Framework) -> None:
     """Values and limits of any size go through one compiled program."""
     with compiled_once(compiler, lambda grads, limit: uc.clip_by_global_norm(grads, limit)) as clip:
         for by, limit in ((1.0, 1000.0), (1.0, 0.1), (0.0, 1.0), (1e30, 2e29), (1e-30, 2e-31)):
-            grads = [np.asarray([3.0 * by, 4.0 * by], "float32"), np.asarray([[12.0 * by]], "float32")]
+            grads = [
+                np.asarray([3.0 * by, 4.0 * by], "float32"),
+                np.asarray([[12.0 * by]], "float32"),
+            ]
             plain = uc.clip_by_global_norm(grads, np.float32(limit))
             found = clip(mapped(compiler.array, grads), compiler.array(limit))
             for one, other in zip(leaves(found), leaves(plain), strict=True):
@@ -218,7 +275,9 @@ State = type(SOME["adagc"].init(PARAMS))
 def rows(by: float, count: int) -> list[np.ndarray]:
     """Return a matrix and a vector of some rows."""
     rng = np.random.default_rng(0)
-    return [np.asarray(by * rng.standard_normal((4, *shape)), "float32")[:count] for shape in ((3,), ())]
+    return [
+        np.asarray(by * rng.standard_normal((4, *shape)), "float32")[:count] for shape in ((3,), ())
+    ]
 
 
 def first_state(fw: Framework) -> list[Any]:
@@ -241,7 +300,10 @@ def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
     """Require a step to learn as NumPy does, from gradients of any number of rows."""
     known, plain = first_state(fw), first_state(NUMPY)
     for by, count in ((1.0, 4), (0.5, 2), (30.0, 3), (1.0, 4)):
-        found, expected = step(*map(fw.array, rows(by, count)), *known), some_step(*rows(by, count), *plain)
+        found, expected = (
+            step(*map(fw.array, rows(by, count)), *known),
+            some_step(*rows(by, count), *plain),
+        )
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(fw.numpy(one), other, rtol=5e-6, err_msg=f"{count} rows")
         known, plain = list(found[2 * len(SOME) :]), expected[2 * len(SOME) :]
@@ -250,13 +312,18 @@ def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
 @pytest.mark.compiled
 @pytest.mark.only("torch")
 def test_torch_takes_any_rows(framework: Framework) -> None:
-    """Compiled for dynamic shapes there is one graph; an exported program that was saved and loaded does the same."""
+    """Compiled for dynamic shapes there is one graph.
+
+    An exported program that was saved and loaded does the same.
+    """
     import torch
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    learns_any_rows(framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True))
+    learns_any_rows(
+        framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True)
+    )
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
     class Step(torch.nn.Module):
@@ -275,19 +342,27 @@ def test_torch_takes_any_rows(framework: Framework) -> None:
 @pytest.mark.compiled
 @pytest.mark.only("tensorflow")
 def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None:
-    """One trace takes any number of rows, so does a saved model of it, and rules without axes need no rank."""
+    """One trace takes any number of rows, so does a saved model of it,
+    and rules without axes need no rank.
+    """
     import tensorflow as tf
 
     kinds = [tf.TensorSpec(array.shape, array.dtype) for array in first_state(framework)]
     module = tf.Module()
-    module.step = tf.function(some_step, input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None]), *kinds])
+    module.step = tf.function(
+        some_step, input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None]), *kinds]
+    )
     learns_any_rows(framework, module.step)
     assert module.step.experimental_get_tracing_count() == 1
     tf.saved_model.save(module, str(tmp_path))
     learns_any_rows(framework, tf.saved_model.load(str(tmp_path)).step)
 
     def without_axes(w: Any, limit: Any) -> list[Any]:
-        clipped = [uc.clip_by_norm(w, limit, ord=3), uc.clip_by_average_norm(w, limit), uc.clip_by_value(w, -limit, 1)]
+        clipped = [
+            uc.clip_by_norm(w, limit, ord=3),
+            uc.clip_by_average_norm(w, limit),
+            uc.clip_by_value(w, -limit, 1),
+        ]
         return [*uc.clip_by_global_norm(w, limit), *clipped]
 
     clip = tf.function(without_axes, input_signature=[tf.TensorSpec(None), tf.TensorSpec([])])
@@ -301,7 +376,9 @@ def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None
 @pytest.mark.only("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax_takes_any_rows(framework: Framework) -> None:
-    """A function that was exported for a symbolic number of rows, and serialized, learns from any number."""
+    """A function that was exported for a symbolic number of rows, and serialized,
+    learns from any number.
+    """
     import jax
     from jax import export
 
@@ -336,7 +413,9 @@ def test_batches(framework: Framework) -> None:
     for number, w in enumerate(each):
         plain = some_step(w, rows(1.0, 4)[1], *first_state(NUMPY))
         for one, other in zip(found, plain, strict=True):
-            np.testing.assert_allclose(one[number] if one.ndim > other.ndim else one, other, rtol=2e-6)
+            np.testing.assert_allclose(
+                one[number] if one.ndim > other.ndim else one, other, rtol=2e-6
+            )
 
 
 # PyTorch
@@ -359,7 +438,9 @@ class TorchInductor(TorchCompile):
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code that Inductor generates for a rule of one norm, one of a norm for each leaf, and a chain."""
+    """The code that Inductor generates for a rule of one norm,
+    one of a norm for each leaf, and a chain.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     fw = TorchInductor()
     some = {name: KINDS[name] for name in ("by_global_norm", "adagc", "chain")}
@@ -368,14 +449,18 @@ def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of trees that a tracer, which takes arrays alone, records at its first call."""
+    """Return a function of trees that a tracer, which takes arrays alone,
+    records at its first call.
+    """
     known: dict[str, Any] = {}
 
     def call(*args: Any) -> Any:
         arrays, given = optree.tree_flatten(args)
 
         def flat(*arrays: Any) -> tuple[Any, ...]:
-            found, known["result"] = optree.tree_flatten(function(*optree.tree_unflatten(given, arrays)))
+            found, known["result"] = optree.tree_flatten(
+                function(*optree.tree_unflatten(given, arrays))
+            )
             return tuple(found)
 
         if not known:
@@ -389,14 +474,18 @@ def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callabl
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["make_fx", "make_fx, symbolic", "jit.trace", "aot_function"])
 def test_tracers(name: str) -> None:
-    """What a tracer records at the first step does at all others what NumPy does: no value is baked in."""
+    """What a tracer records at the first step does at all others what NumPy does:
+    no value is baked in.
+    """
     fw = Torch()
     agree(fw, trained(fw, KINDS, recorded(fw.tracers()[name], step_of(KINDS))), "kinds")
 
 
 @pytest.mark.needs("torch")
 def test_meta() -> None:
-    """Every rule runs on tensors that have no values, and its results look like those that have some."""
+    """Every rule runs on tensors that have no values,
+    and its results look like those that have some.
+    """
     import torch
 
     class Meta(Torch):
@@ -406,7 +495,10 @@ def test_meta() -> None:
     found = trained(Meta(), EVERY, step_of(EVERY), STEPS[:2])
     for result, plain in zip(found, wanted("every"), strict=False):
         for name in EVERY:
-            assert all(one.device.type == "meta" for one, _ in alike(result[name], plain[name], Torch().dtype, name))
+            assert all(
+                one.device.type == "meta"
+                for one, _ in alike(result[name], plain[name], Torch().dtype, name)
+            )
     with torch.device("meta"):  # the default device is not asked
         clipped, norm = uc.clip_by_global_norm(torch.tensor([3.0, 4.0], device="cpu"), 1.0)
     assert (clipped.tolist(), norm.item()) == (pytest.approx([0.6, 0.8]), 5)
@@ -417,26 +509,37 @@ def test_tensors_that_a_graph_changes() -> None:
     """A graph that was recorded on tensors that it changes, changes those that it is given."""
     fw, example = Torch(), [Torch().array([0.3, 0.4]), Torch().array([[1.2]])]
     for name, trace in fw.tracers().items():
-        graph = trace(lambda *given: uc.clip_(given, uc.by_global_norm(2.0)).norms, [leaf.clone() for leaf in example])
+        graph = trace(
+            lambda *given: uc.clip_(given, uc.by_global_norm(2.0)).norms,
+            [leaf.clone() for leaf in example],
+        )
         for by in (1.0, 10.0, 1e30, 0.0):
             given = [by * leaf for leaf in example]
             np.testing.assert_allclose(graph(*given), 1.3 * by, rtol=1e-6)
-            np.testing.assert_allclose(given[1], 1.2 * by * min(1, 2 / (1.3 * by or 1)), rtol=2e-6, err_msg=name)
+            np.testing.assert_allclose(
+                given[1], 1.2 * by * min(1, 2 / (1.3 * by or 1)), rtol=2e-6, err_msg=name
+            )
 
 
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_python_numbers_as_limits() -> None:
-    """A limit that is a number of Python's is a constant at first, and from its first change on an argument."""
+    """A limit that is a number of Python's is a constant at first,
+    and from its first change on an argument.
+    """
     import torch
     from torch._dynamo.utils import counters
 
     fw = TorchCompile()
     counters.clear()
     torch._dynamo.reset()
-    clip = torch.compile(lambda g, limit: uc.clip_by_global_norm(g, limit)[0], fullgraph=True, backend="aot_eager")
+    clip = torch.compile(
+        lambda g, limit: uc.clip_by_global_norm(g, limit)[0], fullgraph=True, backend="aot_eager"
+    )
     for limit in (0.5, 0.6, 0.7, 1000.0, 0.8):
-        np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), limit), np.asarray([3, 4]) * min(1, limit / 5), rtol=1e-6)
+        np.testing.assert_allclose(
+            clip(fw.array([3.0, 4.0]), limit), np.asarray([3, 4]) * min(1, limit / 5), rtol=1e-6
+        )
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -445,7 +548,9 @@ def test_python_numbers_as_limits() -> None:
 
 @pytest.mark.needs("jax")
 def test_nothing_becomes_double() -> None:
-    """Where JAX has 64 bits, what is single stays so: gradients, states, reports, what loggers show."""
+    """Where JAX has 64 bits, what is single stays so: gradients, states, reports,
+    what loggers show.
+    """
     fw = JAXx64()
     with fw.context():
         found = trained(fw, EVERY, lambda *args: fw.outline(step_of(EVERY), *args), STEPS[:2])
@@ -460,13 +565,17 @@ def test_nothing_becomes_double() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_scan_with_donated_states() -> None:
-    """States are the carry of `jax.lax.scan`, and can be donated: no two parts of them are one array."""
+    """States are the carry of `jax.lax.scan`, and can be donated:
+    no two parts of them are one array.
+    """
     import jax
     import jax.numpy as jnp
 
     fw, some = JAXJit(), KINDS
     params = mapped(fw.array, PARAMS)
-    steps = jax.tree.map(lambda *leaf: jnp.stack(leaf), *(mapped(fw.array, grads) for grads in STEPS))
+    steps = jax.tree.map(
+        lambda *leaf: jnp.stack(leaf), *(mapped(fw.array, grads) for grads in STEPS)
+    )
 
     def scanned(states: Any, steps: Any) -> Any:
         def one(states: Any, given: Any) -> Any:
@@ -480,7 +589,12 @@ def test_scan_with_donated_states() -> None:
     agree(fw, [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in range(len(STEPS))], "kinds")
     every = {name: rule.init(params) for name, rule in EVERY.items()}
     looks = jax.tree.map(lambda leaf: leaf.shape, every)
-    assert jax.tree.map(jnp.shape, jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(every)) == looks
+    assert (
+        jax.tree.map(
+            jnp.shape, jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(every)
+        )
+        == looks
+    )
     assert jax.tree.structure(last) == jax.tree.structure(states)
 
 
@@ -492,7 +606,10 @@ CONSTANTS = {
     "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
     "zero": uc.norm_growth(1.01, nonfinite="zero"),
 }
-"""Rules that remember norms of all leaves, of each, of entries; rules among others; one that looks at the loss."""
+"""Rules that remember norms of all leaves, of each, of entries.
+
+Rules among others; one that looks at the loss.
+"""
 
 
 @pytest.mark.compiled
@@ -505,13 +622,21 @@ CONSTANTS = {
     ],
 )
 def test_gradients_that_are_constants(way: Framework) -> None:
-    """Only the state is traced, or the parameters, the loss, a limit, a norm: what is computed is as in NumPy."""
-    values, sizes = {"w": np.asarray([[3.0, 4.0], [0.0, 1.0]]), "b": np.asarray([0.5])}, (1.0, 2.0, 30.0)
+    """Only the state is traced, or the parameters, the loss, a limit, a norm:
+    what is computed is as in NumPy.
+    """
+    values, sizes = (
+        {"w": np.asarray([[3.0, 4.0], [0.0, 1.0]]), "b": np.asarray([0.5])},
+        (1.0, 2.0, 30.0),
+    )
     numpy = mapped(lambda leaf: np.asarray(leaf, np.float32), values)
     grads, params = mapped(way.array, values), mapped(lambda leaf: way.array(0.1 * leaf), values)
 
     def step(states: Any, loss: Any) -> Any:
-        return {name: rule.update(grads, states[name], params, loss=loss)[:2] for name, rule in CONSTANTS.items()}
+        return {
+            name: rule.update(grads, states[name], params, loss=loss)[:2]
+            for name, rule in CONSTANTS.items()
+        }
 
     run, states = way.compiled(step), {name: rule.init(grads) for name, rule in CONSTANTS.items()}
     plain = {name: rule.init(numpy) for name, rule in CONSTANTS.items()}
@@ -520,7 +645,9 @@ def test_gradients_that_are_constants(way: Framework) -> None:
         found = run(states, way.array(size))
         for name, rule in CONSTANTS.items():
             clipped, plain[name], _ = rule.update(numpy, plain[name], weights, loss=size)
-            for one, other in zip(leaves([found[name], ()]), leaves([(clipped, plain[name]), ()]), strict=True):
+            for one, other in zip(
+                leaves([found[name], ()]), leaves([(clipped, plain[name]), ()]), strict=True
+            ):
                 np.testing.assert_allclose(way.numpy(one), other, rtol=2e-6, err_msg=name)
         states = {name: state for name, (_, state) in found.items()}
 
@@ -549,7 +676,10 @@ def test_gradients_that_are_constants(way: Framework) -> None:
 @pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.usefixtures("_quickly")
 def test_a_scan_over_constants(name: str) -> None:
-    """The state alone is the carry; entries of a sparse constant that are stored twice are summed in the program."""
+    """The state alone is the carry.
+
+    Entries of a sparse constant that are stored twice are summed in the program.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -572,15 +702,31 @@ def test_rules_made_in_compiled_code() -> None:
     """A rule can be made inside of the code that is compiled, without a graph break."""
     import torch
 
-    makes = [lambda: uc.agc(0.1), uc.zclip, uc.autoclip, uc.adagc, uc.norm_growth, uc.spam, uc.adagn, uc.skip_spikes,
-             lambda: uc.by_global_norm(1.0), lambda: uc.by_value(-1.0, 1.0), lambda: uc.larc(0.1)]  # fmt: skip
+    makes = [
+        lambda: uc.agc(0.1),
+        uc.zclip,
+        uc.autoclip,
+        uc.adagc,
+        uc.norm_growth,
+        uc.spam,
+        uc.adagn,
+        uc.skip_spikes,
+        lambda: uc.by_global_norm(1.0),
+        lambda: uc.by_value(-1.0, 1.0),
+        lambda: uc.larc(0.1),
+    ]
 
     def clipped(x: Any) -> Any:
-        return [rule.update([x], rule.init([x]), [x], loss=1.0)[0][0] for rule in [make() for make in makes]]
+        return [
+            rule.update([x], rule.init([x]), [x], loss=1.0)[0][0]
+            for rule in [make() for make in makes]
+        ]
 
     x = torch.tensor([3.0, 4.0])
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(clipped, fullgraph=True, backend="eager")(x), clipped(x))
+    torch.testing.assert_close(
+        torch.compile(clipped, fullgraph=True, backend="eager")(x), clipped(x)
+    )
 
 
 @pytest.mark.compiled
@@ -627,7 +773,9 @@ print(grads[0].tolist())
 @pytest.mark.needs("torch")
 def test_parameters_that_compiled_code_meets_first() -> None:
     """A process that compiles at once, as most do, needs no graph break for parameters."""
-    done = subprocess.run([sys.executable, "-c", PARAMETERS], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PARAMETERS], check=False, capture_output=True, text=True
+    )
     np.testing.assert_allclose(json.loads(done.stdout or done.stderr), [0.1, 0.1])
 
 
@@ -666,10 +814,14 @@ def test_control_flow_of_jax() -> None:
         plain = np.asarray(x, "float32")
         while uc.global_norm(plain) > 1:
             plain = halve(plain)
-        np.testing.assert_allclose(halved(fw.array(x)), ways[int(uc.global_norm(plain) <= 0.75)](plain), rtol=1e-6)
+        np.testing.assert_allclose(
+            halved(fw.array(x)), ways[int(uc.global_norm(plain) <= 0.75)](plain), rtol=1e-6
+        )
     clip = jax.jit(lambda x, rule: traces.append(rule) or uc.clip(x, rule)[0], static_argnums=1)
     for limit in (0.5, 0.5, 2.0, 0.5):
-        np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), uc.by_norm(limit)), [0.6 * limit, 0.8 * limit], rtol=1e-6)
+        np.testing.assert_allclose(
+            clip(fw.array([3.0, 4.0]), uc.by_norm(limit)), [0.6 * limit, 0.8 * limit], rtol=1e-6
+        )
     assert traces == [uc.by_norm(0.5), uc.by_norm(2.0)]
     with jax.disable_jit():
         assert uc.clip_by_global_norm(fw.array([3.0, 4.0]), 10.0)[1] == 5
@@ -735,7 +887,9 @@ print(losses[-1] < 0.1 * losses[0])
 @pytest.mark.compiled
 @pytest.mark.needs("tensorflow")
 def test_tensorflow_without_its_second_version() -> None:
-    """With TensorFlow 2's behavior switched off for a whole process, a tutorial of TensorFlow 1 clips and learns."""
+    """With TensorFlow 2's behavior switched off for a whole process,
+    a tutorial of TensorFlow 1 clips and learns.
+    """
     done = subprocess.run([sys.executable, "-c", TF1], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
 
@@ -754,7 +908,10 @@ HEALTHY = [healthy(by) for by in (1.0, 0.0, 100.0)]
 
 
 def train_healthily(fw: Framework, some: dict[str, Any], step: Callable[..., Any]) -> None:
-    """Take steps whose gradients are finite, with parameters one of which is zero; what comes of them is finite."""
+    """Take steps whose gradients are finite, with parameters one of which is zero.
+
+    What comes of them is finite.
+    """
     params = mapped(fw.array, {**PARAMS, "b": np.zeros(3)})
     states = {name: rule.init(params) for name, rule in some.items()}
     for grads in HEALTHY:
@@ -773,7 +930,11 @@ def test_torch_detects_no_anomaly() -> None:
         for leaf in leaves(grads):
             leaf.requires_grad_()
         found = step(grads, states, params, loss)
-        outputs = [leaf for result in found.values() for leaf in leaves([result["clipped"], result["report"]["norms"]])]
+        outputs = [
+            leaf
+            for result in found.values()
+            for leaf in leaves([result["clipped"], result["report"]["norms"]])
+        ]
         sum(leaf.sum() for leaf in outputs if leaf.requires_grad).backward()
         for leaf in leaves(grads):
             assert leaf.grad.isfinite().all()
@@ -786,7 +947,9 @@ def test_torch_detects_no_anomaly() -> None:
 @pytest.mark.compiled
 @pytest.mark.needs("tensorflow")
 def test_tensorflow_checks_all_numbers() -> None:
-    """Each operation is looked at, also one whose result nobody uses: of all rules, of derivatives, and in a graph."""
+    """Each operation is looked at, also one whose result nobody uses: of all rules, of derivatives,
+    and in a graph.
+    """
     import tensorflow as tf
 
     fw = TensorFlow()
@@ -795,7 +958,11 @@ def test_tensorflow_checks_all_numbers() -> None:
         with tf.GradientTape() as tape:
             tape.watch(leaves(grads))
             found = step_of(KINDS)(grads, *others)
-            total = sum(tf.reduce_sum(leaf**2) for result in found.values() for leaf in leaves(result["clipped"]))
+            total = sum(
+                tf.reduce_sum(leaf**2)
+                for result in found.values()
+                for leaf in leaves(result["clipped"])
+            )
         return {**found, "slopes": {"state": tape.gradient(total, leaves(grads))}}
 
     with fw.debugged():
@@ -807,7 +974,9 @@ def test_tensorflow_checks_all_numbers() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax_finds_neither_nan_nor_infinity() -> None:
-    """What compiled code returns has none of them, and with `checkify` no operation inside makes NaN."""
+    """What compiled code returns has none of them,
+    and with `checkify` no operation inside makes NaN.
+    """
     import jax
     from jax.experimental import checkify
 
@@ -835,6 +1004,10 @@ def test_torch_compiles_float64(given: bool) -> None:
 
     grads = torch.tensor([3e200, 4e200], dtype=torch.float64)
     norm = torch.tensor(5e200, dtype=torch.float64) if given else None
-    clip = torch.compile(lambda x: uc.clip_by_global_norm([x], 1.0, norm=norm), fullgraph=True, backend="aot_eager")
+    clip = torch.compile(
+        lambda x: uc.clip_by_global_norm([x], 1.0, norm=norm), fullgraph=True, backend="aot_eager"
+    )
     [clipped], found = clip(grads)
-    torch.testing.assert_close([clipped, found], [grads / 5e200, torch.tensor(5e200, dtype=torch.float64)])
+    torch.testing.assert_close(
+        [clipped, found], [grads / 5e200, torch.tensor(5e200, dtype=torch.float64)]
+    )

@@ -1,4 +1,7 @@
-"""Every promise on every framework this run is for, eagerly; compiled code runs the same programs elsewhere."""
+"""Every promise on every framework this run is for, eagerly.
+
+Compiled code runs the same programs elsewhere.
+"""
 
 from __future__ import annotations
 

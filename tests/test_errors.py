@@ -1,4 +1,6 @@
-"""Mistakes: each is refused by its name and with what to write instead, in few words, before any array changes."""
+"""Mistakes: each is refused by its name and with what to write instead, in few words,
+before any array changes.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,34 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     "no limit": (TypeError, ("limit", "None"), lambda: uc.by_norm(None)),
     "true as a limit": (TypeError, ("limit", "True"), lambda: uc.by_norm(True)),
     "complex limit": (TypeError, ("limit", "(1+2j)"), lambda: uc.by_norm(1 + 2j)),
-    "complex array as a limit": (TypeError, ("limit", "complex128"), lambda: uc.by_norm(np.ones((), complex))),
+    "complex array as a limit": (
+        TypeError,
+        ("limit", "complex128"),
+        lambda: uc.by_norm(np.ones((), complex)),
+    ),
     "list as a limit": (TypeError, ("limit", "list of 2"), lambda: uc.by_norm([1.0, 2.0])),
     "rule as a limit": (TypeError, ("limit", "uc.Limit"), lambda: uc.by_global_norm(uc.zclip())),
     "class as a limit": (TypeError, ("limit", "call the class"), lambda: uc.Rule(uc.limits.Ema)),
-    "limit beyond floats": (ValueError, ("limit", "range", "1329 bits"), lambda: uc.by_norm(10**400)),
-    "fraction beyond floats": (ValueError, ("limit", "range"), lambda: uc.by_norm(Fraction(10**400))),
-    "negative limit of a group": (ValueError, ("limit", "-1.0"), lambda: uc.by_group_norm({"a": -1.0}, first_key)),
-    "no mapping of limits": (TypeError, ("limits", "mapping"), lambda: uc.by_group_norm(first_key, {"a": 1.0})),
+    "limit beyond floats": (
+        ValueError,
+        ("limit", "range", "1329 bits"),
+        lambda: uc.by_norm(10**400),
+    ),
+    "fraction beyond floats": (
+        ValueError,
+        ("limit", "range"),
+        lambda: uc.by_norm(Fraction(10**400)),
+    ),
+    "negative limit of a group": (
+        ValueError,
+        ("limit", "-1.0"),
+        lambda: uc.by_group_norm({"a": -1.0}, first_key),
+    ),
+    "no mapping of limits": (
+        TypeError,
+        ("limits", "mapping"),
+        lambda: uc.by_group_norm(first_key, {"a": 1.0}),
+    ),
     "schedule without a function": (TypeError, ("fn", "1.0"), lambda: uc.limits.Schedule(1.0)),
     "order below 1": (ValueError, ("order", "0.5"), lambda: uc.by_norm(1.0, ord=0.5)),
     "order of NaN": (ValueError, ("order", "nan"), lambda: uc.Norm(Decimal("nan"))),
@@ -41,7 +63,11 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     "order below 1 of agc": (ValueError, ("ord", "0.5"), lambda: uc.agc(ord=0.5)),
     "endless power": (ValueError, ("size_power", "inf"), lambda: uc.Norm(2, size_power=math.inf)),
     "power of text": (TypeError, ("size_power", "'1'"), lambda: uc.Norm(2, size_power="1")),
-    "policy": (ValueError, ("nonfinite", "'propagate'", "ignore"), lambda: uc.by_norm(1.0, nonfinite="ignore")),
+    "policy": (
+        ValueError,
+        ("nonfinite", "'propagate'", "ignore"),
+        lambda: uc.by_norm(1.0, nonfinite="ignore"),
+    ),
     "axis that is half": (TypeError, ("axis", "1.5"), lambda: uc.scopes.unit(1.5)),
     "axis of true": (TypeError, ("axis", "True"), lambda: uc.by_norm(1.0, axis=True)),
     "axis of text": (TypeError, ("axis", "'1'"), lambda: uc.by_norm(1.0, axis="1")),
@@ -58,15 +84,31 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     "bound beyond floats": (ValueError, ("max", "range"), lambda: uc.by_value(-1.0, 10**400)),
     "percentile above 100": (ValueError, ("percentile", "101"), lambda: uc.autoclip(101)),
     "share for a percentile": (ValueError, ("percentile", "95"), lambda: uc.autoclip(0.95)),
-    "share for a percentile of leaves": (ValueError, ("percentile", "5"), lambda: uc.percentile_clipping(0.05)),
+    "share for a percentile of leaves": (
+        ValueError,
+        ("percentile", "5"),
+        lambda: uc.percentile_clipping(0.05),
+    ),
     "empty window": (ValueError, ("window", "0"), lambda: uc.autoclip(10, window=0)),
-    "window that is no whole number": (TypeError, ("window", "4.0"), lambda: uc.autoclip(window=4.0)),
+    "window that is no whole number": (
+        TypeError,
+        ("window", "4.0"),
+        lambda: uc.autoclip(window=4.0),
+    ),
     "window of one": (ValueError, ("window", "1"), lambda: uc.percentile_clipping(5, window=1)),
     "decay of 1": (ValueError, ("decay", "1.0"), lambda: uc.zclip(decay=1.0)),
-    "target": (ValueError, ("target", "'reciprocal'", "'median'"), lambda: uc.zclip(target="median")),
+    "target": (
+        ValueError,
+        ("target", "'reciprocal'", "'median'"),
+        lambda: uc.zclip(target="median"),
+    ),
     "warm-up of one": (ValueError, ("warmup", "1"), lambda: uc.zclip(warmup=1)),
     "negative warm-up": (ValueError, ("warmup", "-1"), lambda: uc.adagc(warmup=-1)),
-    "warm-up beyond the window": (ValueError, ("warmup", "20"), lambda: uc.skip_spikes(window=10, warmup=20)),
+    "warm-up beyond the window": (
+        ValueError,
+        ("warmup", "20"),
+        lambda: uc.skip_spikes(window=10, warmup=20),
+    ),
     "negative factor": (ValueError, ("clip_factor", "-1.0"), lambda: uc.zclip(clip_factor=-1.0)),
     "factor without its target": (
         ValueError,
@@ -76,12 +118,28 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     "ratio that shrinks": (ValueError, ("ratio", "1.05"), lambda: uc.norm_growth(0.05)),
     "negative ratio": (ValueError, ("ratio", "-0.1"), lambda: uc.agc(-0.1)),
     "array as a ratio": (TypeError, ("ratio", "(2,)"), lambda: uc.agc(np.ones(2))),
-    "negative trust": (ValueError, ("trust_coefficient", "-1.0"), lambda: uc.larc(0.1, trust_coefficient=-1.0)),
+    "negative trust": (
+        ValueError,
+        ("trust_coefficient", "-1.0"),
+        lambda: uc.larc(0.1, trust_coefficient=-1.0),
+    ),
     "start at 0": (ValueError, ("start", "0.0"), lambda: uc.by_example_quantile(start=0.0)),
-    "start beyond the bounds": (ValueError, ("start", "max"), lambda: uc.by_example_quantile(start=2.0, max=1.0)),
+    "start beyond the bounds": (
+        ValueError,
+        ("start", "max"),
+        lambda: uc.by_example_quantile(start=2.0, max=1.0),
+    ),
     "no gamma": (ValueError, ("gamma", "0.0"), lambda: uc.auto_s(gamma=0.0)),
-    "rules swapped with where": (TypeError, ("where", "function"), lambda: uc.masked(first_key, uc.zclip())),
-    "limit that forgets": (TypeError, ("memory = True",), lambda: type("Own", (uc.Limit,), {"init": max})),
+    "rules swapped with where": (
+        TypeError,
+        ("where", "function"),
+        lambda: uc.masked(first_key, uc.zclip()),
+    ),
+    "limit that forgets": (
+        TypeError,
+        ("memory = True",),
+        lambda: type("Own", (uc.Limit,), {"init": max}),
+    ),
 }
 """An argument that no rule can be made with: the error, and what it names."""
 
@@ -94,44 +152,156 @@ def of_other_leaves(grads: Any) -> Any:
 
 CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
     "rule first": (TypeError, ("uc.clip(grads, rule)",), lambda g: uc.clip(uc.by_norm(1.0), g)),
-    "rule first, in place": (TypeError, ("uc.clip(grads, rule)",), lambda g: uc.clip_(uc.by_norm(1.0), g)),
+    "rule first, in place": (
+        TypeError,
+        ("uc.clip(grads, rule)",),
+        lambda g: uc.clip_(uc.by_norm(1.0), g),
+    ),
     "rule first, and sum": (
         TypeError,
         ("rule", "dict of 2"),
         lambda g: uc.clip_and_sum(uc.by_example_norm(1.0), g),
     ),
-    "gradients for a rule": (TypeError, ("uc.Clipper(rule)(grads)", "dict of 2"), lambda g: uc.Clipper(g)),
-    "gradients in a chain": (TypeError, ("rule", "dict of 2"), lambda g: uc.chain(g, uc.by_norm(1.0))),
-    "gradients for a limit": (TypeError, ("max_norm", "dict of 2"), lambda g: uc.clip_by_norm(g, g)),
-    "preset not called": (TypeError, ("uc.by_global_norm", "call it"), lambda g: uc.clip(g, uc.by_global_norm)),
+    "gradients for a rule": (
+        TypeError,
+        ("uc.Clipper(rule)(grads)", "dict of 2"),
+        lambda g: uc.Clipper(g),
+    ),
+    "gradients in a chain": (
+        TypeError,
+        ("rule", "dict of 2"),
+        lambda g: uc.chain(g, uc.by_norm(1.0)),
+    ),
+    "gradients for a limit": (
+        TypeError,
+        ("max_norm", "dict of 2"),
+        lambda g: uc.clip_by_norm(g, g),
+    ),
+    "preset not called": (
+        TypeError,
+        ("uc.by_global_norm", "call it"),
+        lambda g: uc.clip(g, uc.by_global_norm),
+    ),
     "class not called": (TypeError, ("uc.Rule", "call it"), lambda g: uc.Clipper(uc.Rule)),
-    "limit for a rule": (TypeError, ("rule", "uc.limits.ZScore"), lambda g: uc.clip(g, uc.limits.ZScore(2.5, 0.97))),
-    "curve for a rule": (TypeError, ("rule", "uc.curves.hard"), lambda g: uc.clip(g, uc.curves.hard)),
-    "clipper for a rule": (TypeError, ("rule", "Clipper"), lambda g: uc.clip_(g, uc.Clipper(uc.zclip()))),
+    "limit for a rule": (
+        TypeError,
+        ("rule", "uc.limits.ZScore"),
+        lambda g: uc.clip(g, uc.limits.ZScore(2.5, 0.97)),
+    ),
+    "curve for a rule": (
+        TypeError,
+        ("rule", "uc.curves.hard"),
+        lambda g: uc.clip(g, uc.curves.hard),
+    ),
+    "clipper for a rule": (
+        TypeError,
+        ("rule", "Clipper"),
+        lambda g: uc.clip_(g, uc.Clipper(uc.zclip())),
+    ),
     "number for a rule": (TypeError, ("uc.by_global_norm(1.0)",), lambda g: uc.clip(g, 1.0)),
-    "nothing for a rule": (TypeError, ("uc.by_global_norm(1.0)", "None"), lambda g: uc.Clipper(None)),
-    "list of rules": (TypeError, ("list of 2",), lambda g: uc.clip(g, [uc.by_norm(1.0), uc.zclip()])),
-    "text for gradients": (TypeError, ("grads",), lambda g: uc.clip({**g, "c": "text"}, uc.by_norm(1.0))),
+    "nothing for a rule": (
+        TypeError,
+        ("uc.by_global_norm(1.0)", "None"),
+        lambda g: uc.Clipper(None),
+    ),
+    "list of rules": (
+        TypeError,
+        ("list of 2",),
+        lambda g: uc.clip(g, [uc.by_norm(1.0), uc.zclip()]),
+    ),
+    "text for gradients": (
+        TypeError,
+        ("grads",),
+        lambda g: uc.clip({**g, "c": "text"}, uc.by_norm(1.0)),
+    ),
     "spent iterator": (ValueError, ("iterator",), lambda g: uc.clip(iter(()), uc.by_norm(1.0))),
-    "memory in a function": (ValueError, ("uc.Clipper(rule)",), lambda g: uc.clip(g, uc.autoclip())),
-    "text for parameters": (TypeError, ("params", "'text'"), lambda g: uc.clip(g, uc.agc(), "text")),
-    "reduction for parameters": (TypeError, ("all_reduce=",), lambda g: uc.clip(g, uc.by_norm(1.0), lambda x, op: x)),
+    "memory in a function": (
+        ValueError,
+        ("uc.Clipper(rule)",),
+        lambda g: uc.clip(g, uc.autoclip()),
+    ),
+    "text for parameters": (
+        TypeError,
+        ("params", "'text'"),
+        lambda g: uc.clip(g, uc.agc(), "text"),
+    ),
+    "reduction for parameters": (
+        TypeError,
+        ("all_reduce=",),
+        lambda g: uc.clip(g, uc.by_norm(1.0), lambda x, op: x),
+    ),
     "loss for parameters": (TypeError, ("loss=",), lambda g: uc.Clipper(uc.skip_spikes())(g, 0.5)),
-    "missing parameter": (ValueError, ("grads['b']",), lambda g: uc.clip(g, uc.agc(), {"a": g["a"]})),
-    "counts of another shape": (ValueError, ("counts",), lambda g: uc.clip(g, uc.cowclip(np.ones(9)), params=g)),
-    "axis named twice": (ValueError, ("grads", "twice"), lambda g: uc.clip_by_norm(g["b"], 1.0, axis=(1, -1))),
-    "group without a limit": (ValueError, ("'a'",), lambda g: uc.clip(g, uc.by_group_norm({"c": 1.0}, first_key))),
-    "single number by example": (ValueError, ("grads",), lambda g: uc.clip(np.asarray(1.0), uc.by_example_norm(1.0))),
-    "other number of examples": (ValueError, ("grads['b']",), lambda g: uc.clip(g, uc.by_example_norm(1.0))),
-    "sum that is not by example": (ValueError, ("example",), lambda g: uc.clip_and_sum(g, uc.by_norm(1.0))),
-    "sum without a norm": (TypeError, ("by_example_norm",), lambda g: uc.clip_and_sum(g, uc.by_value(-1.0, 1.0))),
-    "function of no array": (TypeError, ("grads['a']",), lambda g: uc.clip(g, lambda array: "text")),
+    "missing parameter": (
+        ValueError,
+        ("grads['b']",),
+        lambda g: uc.clip(g, uc.agc(), {"a": g["a"]}),
+    ),
+    "counts of another shape": (
+        ValueError,
+        ("counts",),
+        lambda g: uc.clip(g, uc.cowclip(np.ones(9)), params=g),
+    ),
+    "axis named twice": (
+        ValueError,
+        ("grads", "twice"),
+        lambda g: uc.clip_by_norm(g["b"], 1.0, axis=(1, -1)),
+    ),
+    "group without a limit": (
+        ValueError,
+        ("'a'",),
+        lambda g: uc.clip(g, uc.by_group_norm({"c": 1.0}, first_key)),
+    ),
+    "single number by example": (
+        ValueError,
+        ("grads",),
+        lambda g: uc.clip(np.asarray(1.0), uc.by_example_norm(1.0)),
+    ),
+    "other number of examples": (
+        ValueError,
+        ("grads['b']",),
+        lambda g: uc.clip(g, uc.by_example_norm(1.0)),
+    ),
+    "sum that is not by example": (
+        ValueError,
+        ("example",),
+        lambda g: uc.clip_and_sum(g, uc.by_norm(1.0)),
+    ),
+    "sum without a norm": (
+        TypeError,
+        ("by_example_norm",),
+        lambda g: uc.clip_and_sum(g, uc.by_value(-1.0, 1.0)),
+    ),
+    "function of no array": (
+        TypeError,
+        ("grads['a']",),
+        lambda g: uc.clip(g, lambda array: "text"),
+    ),
     "no state": (TypeError, ("rule.init(grads)",), lambda g: uc.norm_growth().update(g, None)),
-    "state first": (TypeError, ("rule.init(grads)",), lambda g: uc.zclip().update(uc.zclip().init(g), g)),
-    "loss of a shape": (TypeError, ("loss", "(2,)"), lambda g: uc.Clipper(uc.skip_spikes())(g, loss=np.ones(2))),
-    "no reduction": (TypeError, ("all_reduce", "'dp'"), lambda g: uc.clip(g, uc.by_norm(1.0), all_reduce="dp")),
-    "shared, not joined": (ValueError, ("shared", "all_reduce"), lambda g: uc.clip(g, uc.by_norm(1.0), shared=len)),
-    "bounds of a shape": (ValueError, ("(5,)",), lambda g: uc.clip_(g, uc.by_value(np.zeros(5), np.ones(5)))),
+    "state first": (
+        TypeError,
+        ("rule.init(grads)",),
+        lambda g: uc.zclip().update(uc.zclip().init(g), g),
+    ),
+    "loss of a shape": (
+        TypeError,
+        ("loss", "(2,)"),
+        lambda g: uc.Clipper(uc.skip_spikes())(g, loss=np.ones(2)),
+    ),
+    "no reduction": (
+        TypeError,
+        ("all_reduce", "'dp'"),
+        lambda g: uc.clip(g, uc.by_norm(1.0), all_reduce="dp"),
+    ),
+    "shared, not joined": (
+        ValueError,
+        ("shared", "all_reduce"),
+        lambda g: uc.clip(g, uc.by_norm(1.0), shared=len),
+    ),
+    "bounds of a shape": (
+        ValueError,
+        ("(5,)",),
+        lambda g: uc.clip_(g, uc.by_value(np.zeros(5), np.ones(5))),
+    ),
     "what is not finite": (
         FloatingPointError,
         ("grads['c']",),
@@ -142,7 +312,11 @@ CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
         ("grads['b']",),
         lambda g: uc.clip_(g, lambda x: x if x.ndim < 2 else None),
     ),
-    "numbers that do not fit": (TypeError, ("grads['a']", "uc.clip"), lambda g: uc.clip_(g, lambda x: x * 1j)),
+    "numbers that do not fit": (
+        TypeError,
+        ("grads['a']", "uc.clip"),
+        lambda g: uc.clip_(g, lambda x: x * 1j),
+    ),
 }
 """A call that makes no sense: the error, and what it says to write."""
 
@@ -157,7 +331,9 @@ def require_refused(error: type[Exception], tokens: Tokens, call: Callable[[], A
     assert text.count("0.12345") <= 1, text
 
 
-def require_unchanged(fw: Framework, grads: Any, call: Callable[[Any], Any], error: Any, tokens: Tokens) -> None:
+def require_unchanged(
+    fw: Framework, grads: Any, call: Callable[[Any], Any], error: Any, tokens: Tokens
+) -> None:
     """Require that a call is refused, and that no gradient changes."""
     before = [np.array(fw.numpy(leaf)) for leaf in leaves(grads)]
     require_refused(error, tokens, lambda: call(grads))
@@ -201,7 +377,9 @@ LARGE: dict[str, Callable[[Any], Any]] = {
     "loss": lambda large: uc.Clipper(uc.skip_spikes())(np.ones(3), loss=large),
     "reduction": lambda large: uc.clip(np.ones(3), uc.by_norm(1.0), all_reduce=large),
     "what a function returns": lambda large: uc.clip(np.ones(3), lambda grad: [large]),
-    "what a curve returns": lambda large: uc.clip(np.ones(3), uc.by_norm(1.0, curve=lambda xp, norm, limit: large)),
+    "what a curve returns": lambda large: uc.clip(
+        np.ones(3), uc.by_norm(1.0, curve=lambda xp, norm, limit: large)
+    ),
     "key of a tree": lambda large: uc.clip({Key(large): "text"}, uc.by_norm(1.0)),
 }
 
@@ -224,18 +402,38 @@ def crossing(fw: Framework) -> Any:
 
 
 ON_FRAMEWORKS: dict[str, tuple[type[Exception], Tokens, Callable[[Framework, Any], Any]]] = {
-    "half for integers": (TypeError, ("whole",), lambda fw, g: uc.clip_by_value(fw.array([1], "int32"), -0.5, 0.5)),
+    "half for integers": (
+        TypeError,
+        ("whole",),
+        lambda fw, g: uc.clip_by_value(fw.array([1], "int32"), -0.5, 0.5),
+    ),
     "in place": (
         TypeError,
         ("grads['c']",),
         lambda fw, g: uc.clip_({"c": fw.array([1, 2], "int32"), "d": g["a"]}, uc.by_norm(0.5)),
     ),
     "no parameters": (ValueError, ("params=",), lambda fw, g: uc.clip(g, uc.larc(0.1))),
-    "other parameters": (ValueError, ("grads['a']",), lambda fw, g: uc.clip(g, uc.agc(), {"a": g["b"], "b": g["a"]})),
+    "other parameters": (
+        ValueError,
+        ("grads['a']",),
+        lambda fw, g: uc.clip(g, uc.agc(), {"a": g["b"], "b": g["a"]}),
+    ),
     "axis": (ValueError, ("grads['a']", "1"), lambda fw, g: uc.clip(g, uc.by_norm(1.0, axis=1))),
-    "array for a limit": (ValueError, ("(3,)",), lambda fw, g: uc.clip(g, uc.by_norm(fw.array([1.0, 2.0, 3.0])))),
-    "state of other leaves": (ValueError, ("state", "other gradients"), lambda fw, g: of_other_leaves(g)),
-    "large array for a rule": (TypeError, ("rule",), lambda fw, g: uc.clip(g, fw.array(np.full(500, 0.12345)))),
+    "array for a limit": (
+        ValueError,
+        ("(3,)",),
+        lambda fw, g: uc.clip(g, uc.by_norm(fw.array([1.0, 2.0, 3.0]))),
+    ),
+    "state of other leaves": (
+        ValueError,
+        ("state", "other gradients"),
+        lambda fw, g: of_other_leaves(g),
+    ),
+    "large array for a rule": (
+        TypeError,
+        ("rule",),
+        lambda fw, g: uc.clip(g, fw.array(np.full(500, 0.12345))),
+    ),
 }
 """Mistakes that each framework finds in its own way."""
 
@@ -261,7 +459,10 @@ IN_A_TRACE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "clipper": ("update", lambda g: uc.Clipper(uc.zclip())(g)),
     "parameters": ("params=", lambda g: uc.clip(g, uc.agc())[0]),
 }
-"""What code that has no values refuses when it is traced; some frameworks wrap the error in one of their own."""
+"""What code that has no values refuses when it is traced.
+
+Some frameworks wrap the error in one of their own.
+"""
 
 
 @pytest.mark.parametrize("what", IN_A_TRACE)
@@ -292,10 +493,15 @@ def test_whole_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
 
 @pytest.mark.needs("numpy")
 def test_rules_hold_plain_numbers() -> None:
-    """Whatever kind of number a rule is made with, it prints and compares as if with Python's own."""
+    """Whatever kind of number a rule is made with,
+    it prints and compares as if with Python's own.
+    """
     for one, two in (
         (uc.by_norm(Fraction(1, 2), ord=Fraction(3, 2)), uc.by_norm(0.5, ord=1.5)),
-        (uc.zclip(np.float32(2.5), np.float64(0.5), warmup=np.int64(3)), uc.zclip(2.5, 0.5, warmup=3)),
+        (
+            uc.zclip(np.float32(2.5), np.float64(0.5), warmup=np.int64(3)),
+            uc.zclip(2.5, 0.5, warmup=3),
+        ),
         (uc.by_value(np.float32(-0.5), np.uint8(5)), uc.by_value(-0.5, 5)),
         (uc.agc(Decimal("0.25"), axis=np.int64(0)), uc.agc(0.25, axis=0)),
     ):
@@ -304,7 +510,9 @@ def test_rules_hold_plain_numbers() -> None:
 
 MISSED: dict[str, Callable[[Any], Any]] = {
     "mask that takes none": lambda fn: uc.masked(uc.by_global_norm(1.0), fn),
-    "mask that takes all": lambda fn: uc.masked(uc.by_global_norm(1.0), lambda path, leaf: not fn(path, leaf)),
+    "mask that takes all": lambda fn: uc.masked(
+        uc.by_global_norm(1.0), lambda path, leaf: not fn(path, leaf)
+    ),
     "label": lambda fn: uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: fn(path, leaf))),
     "mask with memory that takes none, in a chain": lambda fn: uc.chain(
         uc.by_value(-9.0, 9.0), uc.masked(uc.adagc(), fn)
@@ -320,27 +528,46 @@ def in_head(path: Any, leaf: Any) -> bool:
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax", "mlx", "array-api-strict")
 @pytest.mark.parametrize("name", MISSED)
 def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
-    """A mask or a label that looks for names is refused where leaves have numbers, or where nothing is clipped."""
+    """A mask or a label that looks for names is refused where leaves have numbers,
+    or where nothing is clipped.
+    """
     rule = MISSED[name](in_head)
     w, b = framework.array([3.0, 4.0]), framework.array([1.0])
     for tree in [[w, b], (w, [b]), *([{"body": w, "tail": b}] if "none" in name else [])]:
-        with pytest.raises(ValueError, match=r"(where|label)\) says (True|False) of all 2 leaves(.|\n)*names=model"):
+        with pytest.raises(
+            ValueError, match=r"(where|label)\) says (True|False) of all 2 leaves(.|\n)*names=model"
+        ):
             rule.update(tree, rule.init(tree))
-    for tree in ({"body": w, "head": b}, {"body": w, "tail": None}, [w]):  # another step may have the rest; one leaf
+    # Another step may have the rest; one leaf.
+    for tree in ({"body": w, "head": b}, {"body": w, "tail": None}, [w]):
         rule.update(tree, rule.init(tree))
 
 
 @pytest.mark.needs("numpy")
 def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
-    """Constants do, and what looks at leaves; a label may be a key of the path; all leaves may be meant by name."""
+    """Constants do, and what looks at leaves.
+
+    A label may be a key of the path; all leaves may be meant by name.
+    """
     grads = [np.asarray([3.0, 4.0]), np.asarray([1.0])]
-    for where in (lambda path, leaf: True, lambda path, leaf: False, lambda path, leaf: leaf.ndim == 1):
+    for where in (
+        lambda path, leaf: True,
+        lambda path, leaf: False,
+        lambda path, leaf: leaf.ndim == 1,
+    ):
         uc.clip(grads, uc.masked(uc.by_global_norm(1.0), where))
         uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(where)))
-    uc.clip({"encoder": grads}, uc.by_group_norm({"encoder": 1.0, "decoder": 2.0}, lambda path, leaf: path[0]))
+    uc.clip(
+        {"encoder": grads},
+        uc.by_group_norm({"encoder": 1.0, "decoder": 2.0}, lambda path, leaf: path[0]),
+    )
     uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0] * 0)))
-    for where in (lambda path, leaf: "head" not in str(path), lambda path, leaf: "bias" not in path[-1]):
-        uc.clip({"w": grads[0], "v": grads[1]}, uc.masked(uc.by_norm(1.0), where))  # all, and they have names
+    for where in (
+        lambda path, leaf: "head" not in str(path),
+        lambda path, leaf: "bias" not in path[-1],
+    ):
+        # All, and they have names.
+        uc.clip({"w": grads[0], "v": grads[1]}, uc.masked(uc.by_norm(1.0), where))
     with pytest.raises(TypeError, match="argument"):
         uc.clip(grads, uc.masked(uc.by_norm(1.0), lambda: True))
     rule, some = uc.masked(uc.adagc(), in_head), {"body": grads[0], "head": grads[1]}

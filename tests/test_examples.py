@@ -32,7 +32,11 @@ def test_examples(command: str, tmp_path: Path) -> None:
     """It ends without an error, and draws what it says."""
     name, *options = command.split()
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *options], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, str(EXAMPLES / name), *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout

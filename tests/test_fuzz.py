@@ -1,7 +1,9 @@
-"""Drawn rules on drawn gradients, each step compared with an oracle in intervals that shares no code with uniclip.
+"""Drawn rules on drawn gradients, each step compared with an oracle in intervals that shares no
+code with uniclip.
 
-Each week draws other cases; ``--fuzz SEED`` repeats those of a seed, ``--fuzz SEED:NUMBER`` one of them. A failure has
-the command that runs its case alone. Cases that once found a fault are in data/corpus.json.
+Each week draws other cases; ``--fuzz SEED`` repeats those of a seed, ``--fuzz SEED:NUMBER`` one of
+them. A failure has the command that runs its case alone. Cases that once found a fault are in
+data/corpus.json.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from kit.frameworks import Framework
 from kit.oracle import Inconclusive, exact, precision
 from kit.run import Run, case_of
 
-CASES = {"numpy": 1500, "torch": 400, "tensorflow": 250, "jax": 100, "array-api-strict": 150, "mlx": 150}
+CASES = {
+    "numpy": 1500,
+    "torch": 400,
+    "tensorflow": 250,
+    "jax": 100,
+    "array-api-strict": 150,
+    "mlx": 150,
+}
 """How many cases a run has."""
 PARTS = 10
 """In how many tests they are run, so that several workers can share them."""

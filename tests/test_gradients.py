@@ -1,6 +1,8 @@
-"""Derivatives through clips: reverse, forward and second, of all cases in one program, beside finite differences.
+"""Derivatives through clips: reverse, forward and second, of all cases in one program,
+beside finite differences.
 
-Each case has a point of its own, a row of a matrix, so that one pass finds the derivatives of all of them.
+Each case has a point of its own, a row of a matrix, so that one pass finds the derivatives of all
+of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from kit.frameworks import MLX, Framework, JAXx64, TensorFlow, Torch, TorchCompi
 
 def cases(*ways: Framework) -> Any:
     """Return a test's frameworks, each for the runs that have it."""
-    params = [pytest.param(way, marks=pytest.mark.needs(way.name.partition(".")[0]), id=way.name) for way in ways]
+    params = [
+        pytest.param(way, marks=pytest.mark.needs(way.name.partition(".")[0]), id=way.name)
+        for way in ways
+    ]
     return pytest.mark.parametrize("way", params)
 
 
@@ -77,13 +82,19 @@ CASES = {
     "by size": Case(by(uc.by_example_layer_norm(1.0, by_size=True)), one_entry(0.0) / 40),
     **{
         f"curve {curve.__name__}": Case(by(uc.by_global_norm(1.0, curve=curve)))
-        for curve in (uc.curves.soft, uc.curves.smooth, uc.curves.tanh, uc.curves.normalize, rules.root)
+        for curve in (
+            uc.curves.soft,
+            uc.curves.smooth,
+            uc.curves.tanh,
+            uc.curves.normalize,
+            rules.root,
+        )
     },
     **{
         f"global norm L{p}": Case(lambda g, p=p: [uc.global_norm(g, ord=p)], smooth=p == 2)
         for p in (1, 1.5, 2, 3, math.inf)
     },
-}  # fmt: skip
+}
 AT_ZERO = {
     "larc": uc.larc(0.1),
     "adagc": uc.adagc(warmup=0),
@@ -98,21 +109,34 @@ AT_ZERO = {
 """Rules whose limit follows the norm: they leave gradients of zeros alone."""
 FUNCTIONS = [case.function for case in CASES.values()] + [by(rule) for rule in AT_ZERO.values()]
 NAMES = [*CASES, *AT_ZERO]
-IDENTITIES = [case.limit is not None for case in CASES.values()] + [name != "adagn" for name in AT_ZERO]
+IDENTITIES = [case.limit is not None for case in CASES.values()] + [
+    name != "adagn" for name in AT_ZERO
+]
 SMOOTH = [case.smooth for case in CASES.values()] + [False] * len(AT_ZERO)
 POINTS = ("above", "below", "at the limit", "at zero", "beside zeros")
 
 
 def at(point: str) -> np.ndarray:
-    """Return the point of each function, as rows; those of rules whose limit follows the norm are zeros."""
-    x = [SIGNS * SIZE * {"above": case.above, "below": 0.02}.get(point, 3.0) for case in CASES.values()]
+    """Return the point of each function, as rows.
+
+    Those of rules whose limit follows the norm are zeros.
+    """
+    x = [
+        SIGNS * SIZE * {"above": case.above, "below": 0.02}.get(point, 3.0)
+        for case in CASES.values()
+    ]
     if point == "at the limit":
-        x = [row if case.limit is None else case.limit for row, case in zip(x, CASES.values(), strict=True)]
+        x = [
+            row if case.limit is None else case.limit
+            for row, case in zip(x, CASES.values(), strict=True)
+        ]
     x = np.stack([*x, *np.zeros((len(AT_ZERO), 20))])
     return x * {"at zero": 0, "beside zeros": np.repeat([1, 0], [16, 4])}.get(point, 1)
 
 
-def totals(fw: Framework, functions: list[Any] = FUNCTIONS, dtype: str = "float64") -> Callable[[Any], list[Any]]:
+def totals(
+    fw: Framework, functions: list[Any] = FUNCTIONS, dtype: str = "float64"
+) -> Callable[[Any], list[Any]]:
     """Return what makes of rows the weighted sum of what each function makes of its row."""
     shaped, add = (lambda a, s: a.reshape(s)), (lambda a: a.sum())
     if fw.family == "TensorFlow":
@@ -123,19 +147,31 @@ def totals(fw: Framework, functions: list[Any] = FUNCTIONS, dtype: str = "float6
 
     def total(function: Callable[[list[Any]], Any], row: Any) -> Any:
         results = function([shaped(row[:16] * 1, (4, 4)), row[16:] * 1])  # arrays of their own
-        return add(results[0]) if len(results) == 1 else add(weights[0] * results[0]) + add(weights[1] * results[1])
+        return (
+            add(results[0])
+            if len(results) == 1
+            else add(weights[0] * results[0]) + add(weights[1] * results[1])
+        )
 
     return lambda x: [total(function, x[number]) for number, function in enumerate(functions)]
 
 
 @cache
 def wanted(point: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the derivatives of all totals and those in the direction, by differences of NumPy's values in float64."""
-    x, value, h = at(point), lambda x: np.asarray(totals(NUMPY)(x)), 0.01 if point == "below" else 1.0
+    """Return the derivatives of all totals and those in the direction,
+    by differences of NumPy's values in float64.
+    """
+    x, value, h = (
+        at(point),
+        lambda x: np.asarray(totals(NUMPY)(x)),
+        0.01 if point == "below" else 1.0,
+    )
     first, second = np.zeros((2, 20, len(NAMES)))
     for i, e in enumerate(np.eye(20) if point in {"above", "below", "beside zeros"} else ()):
         first[i] = (value(x + 1e-6 * h * e) - value(x - 1e-6 * h * e)) / (2e-6 * h)
-        corners = [s * t * value(x + 3e-4 * h * (s * e + t * DIRECTION)) for s in (1, -1) for t in (1, -1)]
+        corners = [
+            s * t * value(x + 3e-4 * h * (s * e + t * DIRECTION)) for s in (1, -1) for t in (1, -1)
+        ]
         second[i] = sum(corners) / (4 * (3e-4 * h) ** 2)
     first, second = first.T, second.T
     if point in {"below", "at the limit", "at zero"}:
@@ -156,12 +192,16 @@ def right(fw: Framework, point: str, *found: Any, rtol: float = 1e-6) -> None:
         assert np.isfinite(side), where
         if known:
             np.testing.assert_allclose(row, slope, rtol=rtol, atol=rtol, err_msg=where)
-            np.testing.assert_allclose(side, slope @ DIRECTION, rtol=rtol, atol=10 * rtol, err_msg=where)
+            np.testing.assert_allclose(
+                side, slope @ DIRECTION, rtol=rtol, atol=10 * rtol, err_msg=where
+            )
     for second in seconds:
         for name, row, curvature, known in zip(NAMES, second, curvatures, there, strict=True):
             assert np.isfinite(row).all(), f"{name}, {point}"
             if known:
-                np.testing.assert_allclose(row, curvature, rtol=1e-4, atol=1e-4, err_msg=f"{name}, {point}")
+                np.testing.assert_allclose(
+                    row, curvature, rtol=1e-4, atol=1e-4, err_msg=f"{name}, {point}"
+                )
 
 
 @pytest.mark.needs("torch")
@@ -178,7 +218,8 @@ def test_torch() -> None:
         plain, way = x.detach(), d.expand(x.shape)
         along = torch.func.jvp(every, (plain,), (way,))[1]
         mixed = torch.func.jvp(torch.func.grad(lambda x: every(x).sum()), (plain,), (way,))[1]
-        right(fw, point, first, along, second, mixed + 0)  # lazy zeros of PyTorch's are no NumPy arrays
+        # Lazy zeros of PyTorch's are no NumPy arrays.
+        right(fw, point, first, along, second, mixed + 0)
 
 
 @pytest.mark.needs("jax")
@@ -229,7 +270,9 @@ def test_tensorflow() -> None:
         for found, eager in zip(traced(x[::3]), (first, second), strict=True):
             np.testing.assert_allclose(found, eager[::3], rtol=1e-9, atol=1e-12, err_msg=point)
     x = tf.constant(at("above"))
-    with tf.autodiff.ForwardAccumulator(x, tf.broadcast_to(tf.constant(DIRECTION), x.shape)) as accumulator:
+    with tf.autodiff.ForwardAccumulator(
+        x, tf.broadcast_to(tf.constant(DIRECTION), x.shape)
+    ) as accumulator:
         along = tf.stack(totals(fw)(x))
     right(fw, "above", twice(x)[0], accumulator.jvp(along))
 
@@ -237,17 +280,26 @@ def test_tensorflow() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("bounds", ["numbers", "tensors"])
 def test_the_derivative_at_a_bound(bounds: str) -> None:
-    """It is 1, and does not go through PyTorch's ``clamp``, for which it depends on the version; NaN stays NaN."""
+    """It is 1, and does not go through PyTorch's ``clamp``, for which it depends on the version;
+    NaN stays NaN.
+    """
     import torch
 
     def names(node: Any) -> set[str]:
-        return {node.name()}.union(*[names(one) for one, _ in node.next_functions if one is not None])
+        return {node.name()}.union(
+            *[names(one) for one, _ in node.next_functions if one is not None]
+        )
 
     low, high = (
-        (-1.0, 2.0) if bounds == "numbers" else (torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor(2.0))
+        (-1.0, 2.0)
+        if bounds == "numbers"
+        else (torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor(2.0))
     )
     x = torch.tensor([-3.0, -1.0, 0.5, 2.0, 4.0], requires_grad=True)
-    for clip in (uc.clip_by_value, torch.compile(uc.clip_by_value, backend="aot_eager", fullgraph=True)):
+    for clip in (
+        uc.clip_by_value,
+        torch.compile(uc.clip_by_value, backend="aot_eager", fullgraph=True),
+    ):
         clipped = clip(x, low, high)
         assert not [name for name in names(clipped.grad_fn) if "Clamp" in name]
         np.testing.assert_array_equal(clipped.detach(), [-1.0, -1.0, 0.5, 2.0, 2.0])
@@ -290,7 +342,9 @@ STEPS = {
 
 @cache
 def differences(name: str, kind: str) -> np.ndarray:
-    """Return the slope of what each step leaves of its own gradient, in a state that stays as it is."""
+    """Return the slope of what each step leaves of its own gradient,
+    in a state that stays as it is.
+    """
     rule, steps, found = LEARNING[name], np.asarray(STEPS[kind]), []
     state = rule.init(steps[0])
     for grads in steps:
@@ -323,7 +377,10 @@ def left_by_scan(steps: Any, state: Any, rule: Any) -> Any:
 @cases(Torch(), TensorFlow(), JAXx64())
 @pytest.mark.usefixtures("_quickly")
 def test_steps(way: Framework) -> None:
-    """No derivative goes through a memory, which is a record of numbers; through steps they are right and finite."""
+    """No derivative goes through a memory, which is a record of numbers.
+
+    Through steps they are right and finite.
+    """
     total = left_by_scan if way.family == "JAX" else left
     slopes = {name: way.derivative(partial(total, rule=rule)) for name, rule in LEARNING.items()}
     with way.context():
@@ -333,7 +390,9 @@ def test_steps(way: Framework) -> None:
                 found = way.numpy(slope(steps, LEARNING[name].init(steps[0])))
                 assert np.isfinite(found).all(), f"{name}, {kind}: {found}"
                 if kind == "different":
-                    np.testing.assert_allclose(found, differences(name, kind), rtol=1e-5, atol=1e-6, err_msg=name)
+                    np.testing.assert_allclose(
+                        found, differences(name, kind), rtol=1e-5, atol=1e-6, err_msg=name
+                    )
 
 
 # Transformations
@@ -342,7 +401,10 @@ def test_steps(way: Framework) -> None:
 @cases(Torch(), JAXx64())
 @pytest.mark.usefixtures("_quickly")
 def test_transformations(way: Framework) -> None:
-    """Hessians, batches of derivatives and recomputed clips; derivatives by the limit; all by formulas."""
+    """Hessians, batches of derivatives and recomputed clips.
+
+    Derivatives by the limit; all by formulas.
+    """
     if way.family == "JAX":
         import jax
 
@@ -351,7 +413,12 @@ def test_transformations(way: Framework) -> None:
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        grad, hessian, vmap, jit = torch.func.grad, torch.func.hessian, torch.func.vmap, lambda function: function
+        grad, hessian, vmap, jit = (
+            torch.func.grad,
+            torch.func.hessian,
+            torch.func.vmap,
+            lambda function: function,
+        )
         again = lambda function: lambda x: checkpoint(function, x, use_reentrant=False)
     w, x = np.asarray([1.0, -2.0, 3.0]), np.asarray([1.0, 2.0, -2.5])
     n, s, mixed = np.linalg.norm(x), w @ x, np.outer(w, x)
@@ -373,7 +440,10 @@ def test_transformations(way: Framework) -> None:
 
 @pytest.mark.needs("torch")
 def test_what_autograd_records() -> None:
-    """Some of the gradients carry a graph, others not; a curve has a parameter; a compiled clip is derived."""
+    """Some of the gradients carry a graph, others not.
+
+    A curve has a parameter; a compiled clip is derived.
+    """
     import torch
 
     x = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -389,7 +459,9 @@ def test_what_autograd_records() -> None:
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_torch_compiled() -> None:
-    """What is compiled without a graph break has the derivatives of what is not, at the limit and at zero too."""
+    """What is compiled without a graph break has the derivatives of what is not,
+    at the limit and at zero too.
+    """
     import torch
 
     row, eager = list(CASES).index("global norm"), Torch()
@@ -409,8 +481,12 @@ def test_a_state_that_records_derivatives(rule: uc.Rule) -> None:
 
     grads = [torch.ones(3)]
     state = rule.init(grads)
-    recorded = type(state)(*[x.clone().requires_grad_() if x.is_floating_point() else x for x in state])
-    (_, after, report), (_, wanted, expected) = (rule.update(grads, before) for before in (recorded, state))
+    recorded = type(state)(
+        *[x.clone().requires_grad_() if x.is_floating_point() else x for x in state]
+    )
+    (_, after, report), (_, wanted, expected) = (
+        rule.update(grads, before) for before in (recorded, state)
+    )
     assert str(report) == str(expected)
     for one, other in zip(after, wanted, strict=True):
         torch.testing.assert_close(one, other)

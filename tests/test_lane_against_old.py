@@ -1,4 +1,6 @@
-"""Drawn cases in PyTorch's lane, and on the package before it had one: ``tox -e old``, else not collected."""
+"""Drawn cases in PyTorch's lane, and on the package before it had one: ``tox -e old``,
+else not collected.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def leaf_kinds(torch: Any) -> dict[str, Callable[[Any], Any]]:
         "negative": lambda x: torch.view_as_complex(torch.stack([x, x], -1)).conj().imag,
         "expanded": lambda x: x[:1].expand(4, 3),
         "channels last": lambda x: x.reshape(1, 3, -1, 1).to(memory_format=torch.channels_last),
-        **{name: (lambda x, n=n: torch.cat([x] * (n // len(x) + 1))[:n].clone()) for name, n in wide.items()},
+        **{
+            name: (lambda x, n=n: torch.cat([x] * (n // len(x) + 1))[:n].clone())
+            for name, n in wide.items()
+        },
         "long and transposed": lambda x: torch.cat([x] * 1500).t(),
         "long and strided": lambda x: torch.cat([x] * 3000)[::2],
         "float64": lambda x: x.double(),
@@ -66,12 +71,19 @@ def leaf_kinds(torch: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def leaves_of(torch: Any, draw: random.Random) -> list[Any]:
-    """Return leaves, most of the usual kind; one may lie in the memory of another, or be one that is there already."""
+    """Return leaves, most of the usual kind.
+
+    One may lie in the memory of another, or be one that is there already.
+    """
     makers = leaf_kinds(torch)
-    names = draw.choices(list(makers), weights=[140, 60] + [1] * (len(makers) - 2), k=draw.randint(1, 6))
+    names = draw.choices(
+        list(makers), weights=[140, 60] + [1] * (len(makers) - 2), k=draw.randint(1, 6)
+    )
     leaves: list[Any] = []
     for name in names:
-        x = torch.from_numpy(np.random.default_rng(draw.randrange(10**6)).standard_normal((draw.randint(4, 7), 3)))
+        x = torch.from_numpy(
+            np.random.default_rng(draw.randrange(10**6)).standard_normal((draw.randint(4, 7), 3))
+        )
         with torch.inference_mode(name == "inference"):
             leaf = makers[name](x.float() * draw.choice([0.1, 1.0, 10.0]))
         leaves += [leaf, leaf[0]] if name == "shared" else [leaf]
@@ -91,8 +103,12 @@ def with_gradients(torch: Any, leaves: list[Any]) -> list[Any]:
     return params
 
 
-def outcome(package: ModuleType, way: str, leaves: list[Any], limit: float, torch: Any) -> list[Any]:
-    """Return what comes of a case: an error's text; or the leaves, which of them are the same, and the norm."""
+def outcome(
+    package: ModuleType, way: str, leaves: list[Any], limit: float, torch: Any
+) -> list[Any]:
+    """Return what comes of a case: an error's text; or the leaves, which of them are the same,
+    and the norm.
+    """
     module = importlib.import_module(f"{package.__name__}.integrations.torch")
     try:
         if way == "clip":
@@ -115,9 +131,20 @@ def outcome(package: ModuleType, way: str, leaves: list[Any], limit: float, torc
         return [type(error).__name__, text]
     same = [one is other for one, other in zip(clipped, leaves, strict=True)]
     form = [one if one is None else (one.dtype, one.layout, one.shape) for one in clipped]
-    strides = [None if one is None or one.layout is not torch.strided else one.stride() for one in clipped]
-    dense = [None if one is None else one.detach().to_dense().resolve_neg().to(torch.complex128) for one in clipped]
-    return [same, form, strides, [np.zeros(0) if one is None else one.numpy() for one in dense], norm]
+    strides = [
+        None if one is None or one.layout is not torch.strided else one.stride() for one in clipped
+    ]
+    dense = [
+        None if one is None else one.detach().to_dense().resolve_neg().to(torch.complex128)
+        for one in clipped
+    ]
+    return [
+        same,
+        form,
+        strides,
+        [np.zeros(0) if one is None else one.numpy() for one in dense],
+        norm,
+    ]
 
 
 def taken() -> tuple[list[bool], Any]:
@@ -125,7 +152,11 @@ def taken() -> tuple[list[bool], Any]:
     found: list[bool] = []
 
     def listen(frame: Any, event: str, arg: Any) -> None:
-        if event == "return" and frame.f_code.co_name == "lane" and "fast_path" in frame.f_code.co_filename:
+        if (
+            event == "return"
+            and frame.f_code.co_name == "lane"
+            and "fast_path" in frame.f_code.co_filename
+        ):
             found.append(arg is not None)
 
     return found, listen
@@ -134,7 +165,9 @@ def taken() -> tuple[list[bool], Any]:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("way", ["clip", "clip_", "drop-in", "attach"])
 def test_lane(way: str, old: ModuleType) -> None:
-    """Leaves, errors, identities and strides are what they were, values and norms to rounding; the lane takes half."""
+    """Leaves, errors, identities and strides are what they were, values and norms to rounding;
+    the lane takes half.
+    """
     import torch
 
     count, (found, listen) = 0, taken()
@@ -155,8 +188,17 @@ def test_lane(way: str, old: ModuleType) -> None:
         if len(there) > 2:
             for one, other in zip(there[3], here[3], strict=True):
                 np.testing.assert_allclose(
-                    other, one, rtol=8e-3 if "float16" in str(here[1]) else 4e-7, atol=1e-38, err_msg=str(number)
+                    other,
+                    one,
+                    rtol=8e-3 if "float16" in str(here[1]) else 4e-7,
+                    atol=1e-38,
+                    err_msg=str(number),
                 )
-            norms = [None if norm is None else float(torch.as_tensor(norm).detach()) for norm in (there[4], here[4])]
-            np.testing.assert_allclose(*[np.asarray(norm, float) for norm in norms], rtol=4e-7, err_msg=str(number))
+            norms = [
+                None if norm is None else float(torch.as_tensor(norm).detach())
+                for norm in (there[4], here[4])
+            ]
+            np.testing.assert_allclose(
+                *[np.asarray(norm, float) for norm in norms], rtol=4e-7, err_msg=str(number)
+            )
     assert count >= CASES // 8

@@ -1,4 +1,6 @@
-"""The loops of public programs, in small: with uniclip in the place of their own clipping they have the same losses."""
+"""The loops of public programs, in small: with uniclip in the place of their own clipping they have
+the same losses.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,19 @@ def network(width: int = 8) -> tuple[Any, Any, Any]:
 
 
 def accumulate_scaled(clips: str) -> list[float]:
-    """Like nanoGPT: two groups by weight decay, micro-batches, a loss scale that is taken away before clipping."""
+    """Like nanoGPT: two groups by weight decay, micro-batches,
+    a loss scale that is taken away before clipping.
+    """
     import torch
 
     from uniclip.integrations.torch import attach
 
     model, x, y = network()
     parts = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [{"params": some, "weight_decay": decay} for some, decay in zip(parts, (0.1, 0.0), strict=True)]
+    groups = [
+        {"params": some, "weight_decay": decay}
+        for some, decay in zip(parts, (0.1, 0.0), strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     scaler, losses = torch.amp.GradScaler("cpu", init_scale=1024.0), []
     if clips == "uniclip":
@@ -58,7 +65,9 @@ def accumulate_scaled(clips: str) -> list[float]:
 
 
 def go_over_a_batch_again(clips: str) -> list[float]:
-    """Like PPO in CleanRL: minibatches of one rollout, gone over some times, with one rate for all parameters."""
+    """Like PPO in CleanRL: minibatches of one rollout, gone over some times,
+    with one rate for all parameters.
+    """
     import torch
 
     from uniclip.integrations.torch import attach
@@ -71,7 +80,10 @@ def go_over_a_batch_again(clips: str) -> list[float]:
     old = torch.distributions.Categorical(logits=model(x)).log_prob(actions).detach()
     for _ in range(STEPS):
         for rows in torch.randperm(8).split(4):
-            ratio = (torch.distributions.Categorical(logits=model(x[rows])).log_prob(actions[rows]) - old[rows]).exp()
+            ratio = (
+                torch.distributions.Categorical(logits=model(x[rows])).log_prob(actions[rows])
+                - old[rows]
+            ).exp()
             advantage = torch.tensor(Y)[rows, 0]
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
             optimizer.zero_grad()
@@ -84,7 +96,9 @@ def go_over_a_batch_again(clips: str) -> list[float]:
 
 
 def move_by_hand(clips: str) -> list[float]:
-    """Like the word language model of PyTorch's examples: no optimizer, so the functions are taken that look alike."""
+    """Like the word language model of PyTorch's examples: no optimizer,
+    so the functions are taken that look alike.
+    """
     import torch
 
     from uniclip.integrations.torch import clip_grad_norm_
@@ -115,14 +129,20 @@ def leave_out_the_head(clips: str) -> list[float]:
     model, x, y = network()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
     if clips == "uniclip":
-        attach(optimizer, uc.masked(uc.agc(LIMIT), lambda path, leaf: not path[1].startswith("3.")), names=model)
+        attach(
+            optimizer,
+            uc.masked(uc.agc(LIMIT), lambda path, leaf: not path[1].startswith("3.")),
+            names=model,
+        )
     for _ in range(STEPS):
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         for p in list(model.parameters())[:-2] if clips == "own" else []:
             size, norm = (
-                torch.linalg.vector_norm(one, dim=tuple(range(one.ndim > 1, one.ndim)), keepdim=True)
+                torch.linalg.vector_norm(
+                    one, dim=tuple(range(one.ndim > 1, one.ndim)), keepdim=True
+                )
                 for one in (p.detach(), p.grad)
             )
             p.grad *= (LIMIT * size.clamp(min=1e-3) / norm).clamp(max=1.0)
@@ -167,7 +187,9 @@ def clip_inside(clips: str) -> list[float]:
 
 
 def scan_it_all(clips: str, tell: Callable[[Any], None] = lambda rows: None) -> list[float]:
-    """Like PureJaxRL: the whole training in one ``jit`` and ``scan``, which returns the scalars of all steps."""
+    """Like PureJaxRL: the whole training in one ``jit`` and ``scan``,
+    which returns the scalars of all steps.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -185,20 +207,26 @@ def scan_it_all(clips: str, tell: Callable[[Any], None] = lambda rows: None) -> 
         row = scalars(state) if clips == "uniclip" else {}
         return (optax.apply_updates(params, updates), state), (loss, row)
 
-    _, (losses, rows) = jax.jit(lambda first: jax.lax.scan(step, first, length=STEPS))((params, optimizer.init(params)))
+    _, (losses, rows) = jax.jit(lambda first: jax.lax.scan(step, first, length=STEPS))(
+        (params, optimizer.init(params))
+    )
     tell((rows, losses))
     return losses.tolist()
 
 
 def replay_in_keras(clips: str) -> list[float]:
-    """Like the deep Q-learning of Keras' examples: a tape, and ``apply_gradients`` of an optimizer that clips."""
+    """Like the deep Q-learning of Keras' examples: a tape,
+    and ``apply_gradients`` of an optimizer that clips.
+    """
     import keras
     import tensorflow as tf
 
     from uniclip.integrations.keras import ClippedOptimizer
 
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]
+    )
     own = {"clipnorm": LIMIT} if clips == "own" else {}
     optimizer, losses = keras.optimizers.Adam(0.1, **own), []
     if clips == "uniclip":
@@ -224,10 +252,16 @@ LOOPS: dict[Loop, str] = {
 
 
 @pytest.mark.parametrize(
-    "loop", [pytest.param(loop, marks=pytest.mark.needs(name), id=loop.__name__) for loop, name in LOOPS.items()]
+    "loop",
+    [
+        pytest.param(loop, marks=pytest.mark.needs(name), id=loop.__name__)
+        for loop, name in LOOPS.items()
+    ],
 )
 def test_loops(loop: Loop) -> None:
-    """The losses are those of the program, which are not those of a training that is not clipped."""
+    """The losses are those of the program, which are not those of a training that is
+    not clipped.
+    """
     own, ours, unclipped = loop("own"), loop("uniclip"), loop("none")
     np.testing.assert_allclose(ours, own, rtol=2e-5)
     assert max(abs(np.subtract(own, unclipped))) > 1e-3
@@ -245,7 +279,9 @@ def test_a_scan_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.needs("torch")
 def test_a_class_that_attaches_its_rule(tmp_path: Path) -> None:
-    """An optimizer that a library makes by itself has its rule, and what it has learned, again once it is loaded."""
+    """An optimizer that a library makes by itself has its rule, and what it has learned,
+    again once it is loaded.
+    """
     import torch
 
     from uniclip.integrations.torch import attach
@@ -264,7 +300,9 @@ def test_a_class_that_attaches_its_rule(tmp_path: Path) -> None:
 
 @pytest.mark.needs("torch")
 def test_what_was_clipped_before(tmp_path: Path) -> None:
-    """Where the clipping inside is left on, reports look healthy, and the summary says that something else clips."""
+    """Where the clipping inside is left on, reports look healthy,
+    and the summary says that something else clips.
+    """
     import torch
 
     from uniclip.integrations.torch import attach
@@ -274,4 +312,6 @@ def test_what_was_clipped_before(tmp_path: Path) -> None:
         handle = attach(agent.optimizer, uc.by_global_norm(LIMIT), record=record)
         agent.learn()
     assert str(handle.report) == f"norm {LIMIT}, limit {LIMIT}, not clipped, finite"
-    assert "something else seems to clip before" in insight.summary(insight.read(tmp_path / "run.jsonl"))
+    assert "something else seems to clip before" in insight.summary(
+        insight.read(tmp_path / "run.jsonl")
+    )

@@ -1,4 +1,6 @@
-"""Compiled programs of many leaves: they grow as the leaves do, and JAX transforms them as it does those of few."""
+"""Compiled programs of many leaves: they grow as the leaves do,
+and JAX transforms them as it does those of few.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,16 @@ RULES = SOME | {
 def leaves(count: int = MANY, scale: float = 1.0) -> list[np.ndarray]:
     """Return gradients of 4x2, of many sizes."""
     rng = np.random.default_rng(0)
-    return [(scale * (number % 7) * rng.standard_normal((4, 2))).astype("f") for number in range(count)]
+    return [
+        (scale * (number % 7) * rng.standard_normal((4, 2))).astype("f") for number in range(count)
+    ]
 
 
 def step(rule: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-    """Return what a rule makes of gradients, and of its memory; parameters are of the gradients' library."""
+    """Return what a rule makes of gradients, and of its memory.
+
+    Parameters are of the gradients' library.
+    """
     like = np.asarray if isinstance(grads[0], np.ndarray) else jnp.asarray
     params = [like(np.cos(array)) for array in leaves(len(grads))]
     clipped, state, _ = rule.update(grads, state, params, loss=1.0)
@@ -63,11 +70,18 @@ def _quickly() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_programs_grow_as_the_leaves_do(name: str) -> None:
-    """The instructions that XLA makes grow no faster than the leaves; a jaxpr does not show what is copied."""
+    """The instructions that XLA makes grow no faster than the leaves.
+
+    A jaxpr does not show what is copied.
+    """
 
     def instructions(count: int) -> int:
         grads, rule = leaves(count), RULES[name]
-        program = jax.jit(partial(step, rule)).lower(list(map(jnp.asarray, grads)), rule.init(grads)).compile()
+        program = (
+            jax.jit(partial(step, rule))
+            .lower(list(map(jnp.asarray, grads)), rule.init(grads))
+            .compile()
+        )
         return int(program.as_text().count(" = "))
 
     few, many, most = (instructions(count) for count in (8, MANY, 2 * MANY))
@@ -82,7 +96,9 @@ def test_xla_from_tensorflow() -> None:
     def instructions(count: int) -> int:
         rule = uc.by_global_norm(1.0, nonfinite="skip")
         grads = list(map(tf.constant, leaves(count)))
-        program = tf.function(lambda some: uc.clip(some, rule)[0], jit_compile=True, autograph=False)
+        program = tf.function(
+            lambda some: uc.clip(some, rule)[0], jit_compile=True, autograph=False
+        )
         return int(program.experimental_get_compiler_ir(grads)(stage="optimized_hlo").count(" = "))
 
     few, many, most = (instructions(count) for count in (8, MANY, 2 * MANY))
@@ -91,7 +107,11 @@ def test_xla_from_tensorflow() -> None:
 
 def close(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
     """Require trees to be nearly equal."""
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6), found, wanted)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6),
+        found,
+        wanted,
+    )
 
 
 def total(rule: Any, state: Any, grads: Any) -> Any:
@@ -108,14 +128,18 @@ def batched(function: Callable[[Any], Any], grads: Any) -> Any:
 def scanned(rule: Any, grads: Any, state: Any) -> Any:
     """Return what the last of three steps makes, in one loop."""
     steps = jax.tree.map(lambda leaf: jnp.stack([leaf, 3 * leaf, leaf]), grads)
-    last, every = jax.jit(partial(jax.lax.scan, lambda held, one: step(rule, one, held)[::-1]))(state, steps)
+    last, every = jax.jit(partial(jax.lax.scan, lambda held, one: step(rule, one, held)[::-1]))(
+        state, steps
+    )
     return jax.tree.map(lambda leaf: leaf[-1], every), last
 
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.usefixtures("_quickly")
 def test_transformations(name: str) -> None:
-    """Values are NumPy's, derivatives those outside of jit; in batches, loops, exported, with donated buffers."""
+    """Values are NumPy's, derivatives those outside of jit; in batches, loops, exported,
+    with donated buffers.
+    """
     rule, plain = SOME[name], leaves()
     grads, first = list(map(jnp.asarray, plain)), rule.init(plain)
     before = step(rule, leaves(scale=0.9), first)[1]
@@ -123,7 +147,11 @@ def test_transformations(name: str) -> None:
     wanted = step(rule, plain, before)
     close(jax.jit(partial(step, rule))(grads, state), wanted)
     close(batched(lambda leaf: step(rule, leaf, state), grads), wanted)
-    close(jax.jit(jax.grad(partial(total, rule, state)))(grads), jax.grad(partial(total, rule, state))(grads), 1e-4)
+    close(
+        jax.jit(jax.grad(partial(total, rule, state)))(grads),
+        jax.grad(partial(total, rule, state))(grads),
+        1e-4,
+    )
     after = [(None, first)]
     for size in (1.0, 3.0, 1.0):
         after.append(step(rule, leaves(scale=size), after[-1][1]))
@@ -139,7 +167,10 @@ def test_transformations(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.usefixtures("_quickly")
 def test_devices(name: str) -> None:
-    """Leaves of which devices hold parts are clipped as whole ones; none is gathered, and there are few reductions."""
+    """Leaves of which devices hold parts are clipped as whole ones.
+
+    None is gathered, and there are few reductions.
+    """
     rule, plain = SOME[name], leaves()
     mesh, state = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), rule.init(plain)
     wanted = step(rule, plain, state)
@@ -155,6 +186,11 @@ def test_devices(name: str) -> None:
         inside = partial(rule.update, all_reduce="x")
         specs = jax.tree.map(lambda _: P(), state)
         shared = jax.jit(
-            jax.shard_map(lambda g, s: inside(g, s)[:2], mesh=mesh, in_specs=(P("x"), specs), out_specs=(P("x"), specs))
+            jax.shard_map(
+                lambda g, s: inside(g, s)[:2],
+                mesh=mesh,
+                in_specs=(P("x"), specs),
+                out_specs=(P("x"), specs),
+            )
         )
         close(shared(parts, whole), wanted)

@@ -1,4 +1,6 @@
-"""What rules remember: `Clipper` is the loop by hand, and states go on through copies, files and other frameworks."""
+"""What rules remember: `Clipper` is the loop by hand, and states go on through copies,
+files and other frameworks.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,24 @@ class Largest(uc.Limit):
 RULES = {name: rule for name, rule in every_rule(uc).items() if rule.memory} | {
     "own limit": uc.Rule(Largest(), scope=uc.scopes.unit(0)),
 }
-SOME = {name: RULES[name] for name in ("autoclip", "spam", "skip_spikes", "chain of value and zclip", "own limit")}
-"""Rules that remember one norm, one of each entry, the loss, something inside of others, and something of one's own."""
+SOME = {
+    name: RULES[name]
+    for name in ("autoclip", "spam", "skip_spikes", "chain of value and zclip", "own limit")
+}
+"""Rules that remember one norm, one of each entry, the loss, something inside of others,
+and something of one's own.
+"""
 
 
-LABELLED = ("adagc", "norm_growth", "adagn", "spam", "percentile_clipping", "masked adagc", "own limit")
+LABELLED = (
+    "adagc",
+    "norm_growth",
+    "adagn",
+    "spam",
+    "percentile_clipping",
+    "masked adagc",
+    "own limit",
+)
 """Rules that remember a norm of each leaf, or more."""
 
 
@@ -118,7 +133,9 @@ def after(rule: Any, *grads: Any) -> uc.Clipper:
 
 
 def check_loop(framework: Framework, uc: ModuleType, rule: Any) -> None:
-    """Require a clipper to do at each step what the rule does by itself, and to save what ``to_dict`` returns."""
+    """Require a clipper to do at each step what the rule does by itself,
+    and to save what ``to_dict`` returns.
+    """
     clipper, weights = uc.Clipper(rule), mapped(framework.array, params("float32"))
     state = rule.init(weights)
     assert (clipper.report, clipper.state, clipper.state_dict()) == (None, None, {})
@@ -132,14 +149,23 @@ def check_loop(framework: Framework, uc: ModuleType, rule: Any) -> None:
     again = from_dict(rule, through_json(saved), grads)
     assert to_dict(rule, again, grads) == saved
     for mine, its in zip(leaves(again), leaves(state), strict=True):
-        assert (framework.owns(mine), framework.dtype(mine), mine.shape) == (True, framework.dtype(its), its.shape)
-    assert to_dict(rule, from_dict(rule, {}, grads), grads) == to_dict(rule, rule.init(grads), grads)
+        assert (framework.owns(mine), framework.dtype(mine), mine.shape) == (
+            True,
+            framework.dtype(its),
+            its.shape,
+        )
+    assert to_dict(rule, from_dict(rule, {}, grads), grads) == to_dict(
+        rule, rule.init(grads), grads
+    )
 
 
 @on_numpy
 @pytest.mark.parametrize("name", RULES)
 def test_a_clipper_is_the_loop_by_hand(name: str) -> None:
-    """Gradients, states and reports are those of ``rule.update``; only numbers, lists and texts are saved."""
+    """Gradients, states and reports are those of ``rule.update``.
+
+    Only numbers, lists and texts are saved.
+    """
     check_loop(NUMPY, uc, RULES[name])
 
 
@@ -157,7 +183,9 @@ def test_a_rule_without_memory_saves_nothing() -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_in_place(framework: Framework, name: str) -> None:
-    """``clip_`` writes what a call returns, and returns the report; where arrays never change it is an error."""
+    """``clip_`` writes what a call returns, and returns the report;
+    where arrays never change it is an error.
+    """
     usual, clipper = uc.Clipper(RULES[name]), uc.Clipper(RULES[name])
     for number, loss in enumerate(LOSSES[:8]):
         grads = made(framework, number)
@@ -184,9 +212,16 @@ def test_the_loss(framework: Framework) -> None:
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero", "raise"])
 def test_a_step_that_is_not_finite(framework: Framework, nonfinite: Any) -> None:
-    """It teaches nothing, as the first one and later; the report is of that step, unless it raised."""
+    """It teaches nothing, as the first one and later.
+
+    The report is of that step, unless it raised.
+    """
     inner = uc.zclip(warmup=2, nonfinite=nonfinite)
-    for rule in (inner, uc.chain(inner, uc.by_global_norm(5.0)), uc.autoclip(50, 4, nonfinite=nonfinite)):
+    for rule in (
+        inner,
+        uc.chain(inner, uc.by_global_norm(5.0)),
+        uc.autoclip(50, 4, nonfinite=nonfinite),
+    ):
         clipper, plain = uc.Clipper(rule), uc.Clipper(rule)
         for bad, number in itertools.product((math.nan, math.inf), (0, 1, 2)):
             before, report = clipper.state_dict(), clipper.report
@@ -207,7 +242,11 @@ def test_a_step_that_is_not_finite(framework: Framework, nonfinite: Any) -> None
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_without_gradients(name: str) -> None:
     """It teaches nothing, first or later."""
-    clipper, plain, nothing = uc.Clipper(RULES[name]), uc.Clipper(RULES[name]), {"b": None, "none": None, "w": None}
+    clipper, plain, nothing = (
+        uc.Clipper(RULES[name]),
+        uc.Clipper(RULES[name]),
+        {"b": None, "none": None, "w": None},
+    )
     for number in range(4):
         same(train(NUMPY, clipper, [number]), train(NUMPY, plain, [number]))
         assert clipper(nothing) == nothing
@@ -216,18 +255,26 @@ def test_a_step_without_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str) -> None:
-    """They leave their rows as they were, as in ``rule.update``; a state goes on at such a step, too."""
+    """They leave their rows as they were, as in ``rule.update``.
+
+    A state goes on at such a step, too.
+    """
     rule, weights = RULES[name], mapped(framework.array, params("float32"))
     clipper, state = uc.Clipper(rule), rule.init(weights)
     for number, absent in enumerate((None, "w", None, "b", "w", None)):
         if number == 4:
             clipper = loaded(rule, through_json(clipper.state_dict()))
-            if name in {"spam", "own limit", "masked adagc"}:  # which see nothing of the shapes, or nothing at all
+            # which see nothing of the shapes, or nothing at all
+            if name in {"spam", "own limit", "masked adagc"}:
                 clipper.init(weights)
-        grads = {key: None if key == absent else leaf for key, leaf in made(framework, number).items()}
+        grads = {
+            key: None if key == absent else leaf for key, leaf in made(framework, number).items()
+        }
         wanted, state, _ = rule.update(grads, state, weights)
         found = clipper(grads, weights)
-        assert [key for key in grads if found[key] is None] == [key for key in grads if wanted[key] is None]
+        assert [key for key in grads if found[key] is None] == [
+            key for key in grads if wanted[key] is None
+        ]
         same([numbers(framework, found)], [numbers(framework, wanted)])
         assert clipper.state_dict()["state"] == to_dict(rule, state, weights)["state"]
     with pytest.raises(ValueError, match=r"grads\['w'\]"):
@@ -250,7 +297,9 @@ def test_a_gradient_that_comes_late() -> None:
 
 @on_numpy
 def test_a_copy_goes_on_without_a_gradient() -> None:
-    """With norms of rows or entries the parameters say of which shape an absent gradient would be."""
+    """With norms of rows or entries the parameters say of which shape an absent gradient
+    would be.
+    """
     rule, weights = uc.spam(warmup=1), {"a": np.ones(2), "b": np.ones(3)}
     clipper = after(rule, weights)
     again, late = copy.deepcopy(clipper), {"a": 9 * np.ones(2), "b": None}
@@ -258,7 +307,9 @@ def test_a_copy_goes_on_without_a_gradient() -> None:
 
 
 def test_parameters_make_the_first_state(framework: Framework) -> None:
-    """``init`` takes parameters of the shapes of the gradients, before the first step and after loading."""
+    """``init`` takes parameters of the shapes of the gradients,
+    before the first step and after loading.
+    """
     weights = mapped(framework.array, params("float32"))
     for rule in SOME.values():
         clipper, plain = uc.Clipper(rule), uc.Clipper(rule)
@@ -283,7 +334,9 @@ WAYS: dict[str, Callable[[uc.Clipper], uc.Clipper]] = {
 
 
 def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
-    """Require a copy to take the steps that the clipper itself takes, and to have its own memory."""
+    """Require a copy to take the steps that the clipper itself takes,
+    and to have its own memory.
+    """
     clipper = uc.Clipper(rule)
     train(framework, clipper, range(done))
     before = clipper.state_dict()
@@ -300,23 +353,30 @@ def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
     anew = train(framework, again, range(done, 12))
     same(anew, train(framework, uc.Clipper(rule), range(done, 12)))
     differs = any(
-        not np.allclose(*pair, rtol=1e-6, equal_nan=True) for pair in zip(leaves(anew), leaves(wanted), strict=True)
+        not np.allclose(*pair, rtol=1e-6, equal_nan=True)
+        for pair in zip(leaves(anew), leaves(wanted), strict=True)
     )
-    assert differs is (done > 0 and rule != RULES["chain of skip and autoclip"])  # whose second rule sees norms of 1
+    # whose second rule sees norms of 1
+    assert differs is (done > 0 and rule != RULES["chain of skip and autoclip"])
 
 
 @on_numpy
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in RULES if name != "own limit"])
 def test_going_on(name: str, way: str) -> None:
-    """After any way through a copy or a file all later steps are bitwise those of a run without a break."""
+    """After any way through a copy or a file all later steps are bitwise those of a run without
+    a break.
+    """
     check_goes_on(NUMPY, RULES[name], way, 5)
 
 
 @pytest.mark.only("strict", "mlx", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", SOME)
 def test_other_frameworks(framework: Framework, name: str) -> None:
-    """The same, of some rules: a clipper is the loop by hand, and goes on; before the first step, too."""
+    """The same, of some rules: a clipper is the loop by hand, and goes on.
+
+    Before the first step, too.
+    """
     check_loop(framework, uc, RULES[name])
     for way, done in (("JSON", 5), ("deepcopy", 5), ("pickle", 0)):
         check_goes_on(framework, RULES[name], way, done)
@@ -324,7 +384,9 @@ def test_other_frameworks(framework: Framework, name: str) -> None:
 
 @on_numpy
 def test_what_is_saved_is_a_copy() -> None:
-    """What is done to a saved dictionary, deep inside too, reaches no clipper; arrays load as lists do."""
+    """What is done to a saved dictionary, deep inside too, reaches no clipper;
+    arrays load as lists do.
+    """
     clipper = after(uc.percentile_clipping(50, window=3), STEPS[0])
     saved = clipper.state_dict()
     again, wanted = loaded(clipper.rule, saved), copy.deepcopy(saved)
@@ -332,7 +394,10 @@ def test_what_is_saved_is_a_copy() -> None:
         one["state"]["norms"][0][0] = 7.0
         one["leaves"][0][0] = "other"
     assert again.state_dict() == clipper.state_dict() == wanted
-    arrays = {**wanted, "state": {name: np.asarray(value) for name, value in wanted["state"].items()}}
+    arrays = {
+        **wanted,
+        "state": {name: np.asarray(value) for name, value in wanted["state"].items()},
+    }
     again = loaded(clipper.rule, arrays)
     arrays["state"]["norms"][...] = 7.0
     again.init(STEPS[0])
@@ -354,7 +419,9 @@ def test_through_all_frameworks(name: str) -> None:
 # --- Files
 
 
-def half_way(framework: Framework, rule: Any) -> tuple[uc.Clipper, Callable[[dict[str, Any]], None]]:
+def half_way(
+    framework: Framework, rule: Any
+) -> tuple[uc.Clipper, Callable[[dict[str, Any]], None]]:
     """Return a clipper after six steps, and what requires a saved state to go on as it does."""
     clipper = uc.Clipper(rule)
     train(framework, clipper, range(6))
@@ -365,7 +432,9 @@ def half_way(framework: Framework, rule: Any) -> tuple[uc.Clipper, Callable[[dic
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", SOME)
 def test_files_of_torch(name: str, tmp_path: Path) -> None:
-    """A state goes through `torch.save` as numbers and as tensors, of gradients that record derivatives, too."""
+    """A state goes through `torch.save` as numbers and as tensors,
+    of gradients that record derivatives, too.
+    """
     import torch
 
     framework, rule, path = EAGER["torch"][0](), SOME[name], tmp_path / "state.pt"
@@ -390,7 +459,9 @@ def test_files_of_tensorflow(name: str, tmp_path: Path) -> None:
 
     framework, rule = EAGER["tensorflow"][0](), SOME[name]
     clipper, goes_on = half_way(framework, rule)
-    path = tf.train.Checkpoint(clipper=tf.Variable(json.dumps(clipper.state_dict()))).save(str(tmp_path / "state"))
+    path = tf.train.Checkpoint(clipper=tf.Variable(json.dumps(clipper.state_dict()))).save(
+        str(tmp_path / "state")
+    )
     text = tf.Variable("")
     tf.train.Checkpoint(clipper=text).restore(path).assert_consumed()
     goes_on(json.loads(text.numpy()))
@@ -398,28 +469,44 @@ def test_files_of_tensorflow(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.needs("jax", "optax")
 def test_files_of_jax(tmp_path: Path) -> None:
-    """A state is one more tree of arrays beside the parameters, and comes back bit by bit; to another mesh, too."""
+    """A state is one more tree of arrays beside the parameters, and comes back bit by bit;
+    to another mesh, too.
+    """
     import jax
     import orbax.checkpoint as ocp
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    rule, rng = uc.chain(uc.spam(2.0, 0.5, 1), uc.autoclip(50, 4), uc.adagc(warmup=1)), np.random.default_rng(0)
-    grads, update = {"b": rng.standard_normal(4), "w": rng.standard_normal((4, 2))}, jax.jit(rule.update)
+    rule, rng = (
+        uc.chain(uc.spam(2.0, 0.5, 1), uc.autoclip(50, 4), uc.adagc(warmup=1)),
+        np.random.default_rng(0),
+    )
+    grads, update = (
+        {"b": rng.standard_normal(4), "w": rng.standard_normal((4, 2))},
+        jax.jit(rule.update),
+    )
 
     def divided(*shape: int) -> Any:
         mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-        return jax.device_put(grads, {"b": NamedSharding(mesh, P("x")), "w": NamedSharding(mesh, P("x", "y"))})
+        return jax.device_put(
+            grads, {"b": NamedSharding(mesh, P("x")), "w": NamedSharding(mesh, P("x", "y"))}
+        )
 
     here, there = divided(2, 1), divided(1, 2)
     _, state, _ = update(here, rule.init(here))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        same_place, another = (checkpointer.restore(tmp_path / "state", rule.init(one)) for one in (here, there))
+        same_place, another = (
+            checkpointer.restore(tmp_path / "state", rule.init(one)) for one in (here, there)
+        )
     assert jax.tree.structure(same_place) == jax.tree.structure(state)
-    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other, strict=True), same_place, state)
-    for one, other in zip(*(jax.tree.leaves(update(*some)) for some in ((there, another), (here, state))), strict=True):
+    jax.tree.map(
+        lambda one, other: np.testing.assert_array_equal(one, other, strict=True), same_place, state
+    )
+    for one, other in zip(
+        *(jax.tree.leaves(update(*some)) for some in ((there, another), (here, state))), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
@@ -432,22 +519,38 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "scope": (uc.autoclip(), uc.Rule(uc.limits.Percentile(10, 10_000), scope=uc.scopes.each_leaf)),
     "axes": (uc.Rule(EMA, scope=uc.scopes.axes(0)), uc.Rule(EMA, scope=uc.scopes.axes(-1))),
     "window": (uc.autoclip(window=3), uc.autoclip(window=4)),
-    "flag": (uc.Rule(uc.limits.Percentile(50, 3)), uc.Rule(uc.limits.Percentile(50, 3, filled=True))),
+    "flag": (
+        uc.Rule(uc.limits.Percentile(50, 3)),
+        uc.Rule(uc.limits.Percentile(50, 3, filled=True)),
+    ),
     "chain": (uc.adagc(), uc.chain(uc.adagc())),
     "order": (uc.chain(double, uc.zclip()), uc.chain(uc.zclip(), double)),
     "mask": (uc.autoclip(), uc.masked(uc.autoclip(), only_w)),
     "no memory": (uc.autoclip(), uc.by_norm(1.0)),
-    "groups": (uc.by_group_norm({"b": 1.0, "w": EMA}, first_key), uc.by_group_norm({"b": EMA, "w": 1}, first_key)),
+    "groups": (
+        uc.by_group_norm({"b": 1.0, "w": EMA}, first_key),
+        uc.by_group_norm({"b": EMA, "w": 1}, first_key),
+    ),
 }
 TUNED: dict[str, tuple[Any, Any]] = {
     "numbers": (uc.zclip(z=1.0), uc.zclip(z=np.float32(2.0), decay=0.5, warmup=3)),
-    "a rule without memory": (uc.chain(uc.by_norm(1.0), uc.adagc()), uc.chain(uc.by_value(0.0, 2.0), uc.adagc())),
-    "function": tuple(uc.by_global_norm(uc.limits.Schedule(limit)) for limit in (falling, lambda step: 1.0 + step)),
-    "curve": (uc.autoclip(), uc.Rule(uc.limits.Percentile(10, 10_000), curve=uc.curves.soft, nonfinite="skip")),
-    "order of NumPy's": tuple(uc.Rule(uc.limits.Percentile(50, 3), norm=uc.Norm(p)) for p in (3, np.float64(3.0))),
+    ("a rule without memory"): (
+        uc.chain(uc.by_norm(1.0), uc.adagc()),
+        uc.chain(uc.by_value(0.0, 2.0), uc.adagc()),
+    ),
+    "function": tuple(
+        uc.by_global_norm(uc.limits.Schedule(limit)) for limit in (falling, lambda step: 1.0 + step)
+    ),
+    "curve": (
+        uc.autoclip(),
+        uc.Rule(uc.limits.Percentile(10, 10_000), curve=uc.curves.soft, nonfinite="skip"),
+    ),
+    "order of NumPy's": tuple(
+        uc.Rule(uc.limits.Percentile(50, 3), norm=uc.Norm(p)) for p in (3, np.float64(3.0))
+    ),
     "decay 0": (uc.adagc(), uc.norm_growth()),
     "mask": (uc.masked(uc.autoclip(), only_w), uc.masked(uc.autoclip(), lambda path, leaf: True)),
-}  # fmt: skip
+}
 
 
 @on_numpy
@@ -484,8 +587,14 @@ def test_a_rule_that_is_tuned(name: str) -> None:
 @pytest.mark.only("numpy", "torch")
 @pytest.mark.parametrize("name", LABELLED)
 def test_other_leaves(framework: Framework, name: str) -> None:
-    """A state of as many norms of the same shapes, but of other leaves, is refused by name; and changes nothing."""
-    rule = uc.masked(RULES[name].rule, lambda path, leaf: path[0] != "b") if name == "masked adagc" else RULES[name]
+    """A state of as many norms of the same shapes, but of other leaves, is refused by name;
+    and changes nothing.
+    """
+    rule = (
+        uc.masked(RULES[name].rule, lambda path, leaf: path[0] != "b")
+        if name == "masked adagc"
+        else RULES[name]
+    )
     grads = {"b": framework.array([[1.0, 2.0]]), "w": framework.array([[3.0, 4.0]])}
     others, w, v = {"b": grads["b"], "v": grads["w"]}, r"grads\['w'\]", r"grads\['v'\]"
     saved, fresh = after(rule, grads).state_dict(), uc.Clipper(rule)
@@ -505,7 +614,11 @@ def test_other_leaves(framework: Framework, name: str) -> None:
     with pytest.raises(ValueError, match=w):
         used(grads)
     names = lambda name: name.replace("'w'", "'v'")
-    for state in (renamed(saved, {"['w']": "['v']"}), renamed(saved, names), {**saved, "leaves": None}):
+    for state in (
+        renamed(saved, {"['w']": "['v']"}),
+        renamed(saved, names),
+        {**saved, "leaves": None},
+    ):
         wanted, found = loaded(rule, saved)(grads), loaded(rule, state)(others)
         same([numbers(framework, found)], [numbers(framework, wanted)])
 
@@ -524,9 +637,13 @@ ORDERED = {
     "as many norms as leaves": uc.Rule(uc.limits.Percentile(50, 2), scope=uc.scopes.each_leaf),
     "entries": uc.spam(warmup=1),
     "units": uc.Rule(EMA, scope=uc.scopes.unit(0)),
-    "limits": uc.by_group_norm({"w": uc.limits.Ema(1.5, 0.5), "b": 0.1}, lambda path, leaf: path[0]),
+    "limits": uc.by_group_norm(
+        {"w": uc.limits.Ema(1.5, 0.5), "b": 0.1}, lambda path, leaf: path[0]
+    ),
     "losses": uc.Rule(uc.limits.RollingZScore(1.0, 2, warmup=2), scope=uc.scopes.each_leaf),
-    "chain": uc.chain(uc.autoclip(50, 3), uc.masked(uc.adagc(warmup=1), lambda path, leaf: True), uc.adagn()),
+    "chain": uc.chain(
+        uc.autoclip(50, 3), uc.masked(uc.adagc(warmup=1), lambda path, leaf: True), uc.adagn()
+    ),
 }
 GRADS = OrderedDict(w=np.asarray([3.0, 4.0]), b=np.asarray([1.0]))
 
@@ -534,27 +651,38 @@ GRADS = OrderedDict(w=np.asarray([3.0, 4.0]), b=np.asarray([1.0]))
 @pytest.mark.only("numpy", "torch", "jax")
 @pytest.mark.parametrize("name", ORDERED)
 def test_leaves_in_another_order(framework: Framework, name: str) -> None:
-    """Norms are known by the names of their leaves: a state goes on where these come in another order."""
-    steps = [OrderedDict((key, framework.array(size * GRADS[key])) for key in GRADS) for size in (1.0, 3.0, 9.0, 2.0)]
+    """Norms are known by the names of their leaves:
+    a state goes on where these come in another order.
+    """
+    steps = [
+        OrderedDict((key, framework.array(size * GRADS[key])) for key in GRADS)
+        for size in (1.0, 3.0, 9.0, 2.0)
+    ]
     one = after(ORDERED[name], *steps[:2])
     other = loaded(ORDERED[name], through_json(one.state_dict()))
     for grads in steps[2:]:
         wanted, found = one(grads, loss=1.0), other(OrderedDict(reversed(grads.items())), loss=1.0)
         for key in GRADS:
-            np.testing.assert_array_equal(framework.numpy(found[key]), framework.numpy(wanted[key]), err_msg=key)
+            np.testing.assert_array_equal(
+                framework.numpy(found[key]), framework.numpy(wanted[key]), err_msg=key
+            )
 
 
 @on_numpy
 @pytest.mark.parametrize("name", ["adagc", "as many norms as leaves"])
 def test_frozen_leaves(name: str) -> None:
-    """A leaf that never has a gradient keeps its place: a state goes on in the same tree, and is refused without it."""
+    """A leaf that never has a gradient keeps its place: a state goes on in the same tree,
+    and is refused without it.
+    """
     steps = [{key: size * GRADS[key] for key in GRADS} for size in (1.0, 3.0, 9.0, 2.0)]
     frozen = [OrderedDict(w=grads["w"], frozen=None, b=grads["b"]) for grads in steps]
     whole, saved = after(ORDERED[name], *steps[:2]), after(ORDERED[name], *frozen[:2]).state_dict()
     other = loaded(ORDERED[name], through_json(saved))
     for given, grads in zip(frozen[2:], steps[2:], strict=True):
         found, wanted = other(given), whole(grads)
-        assert all(map(np.array_equal, [found[key] for key in GRADS], [wanted[key] for key in GRADS]))
+        assert all(
+            map(np.array_equal, [found[key] for key in GRADS], [wanted[key] for key in GRADS])
+        )
     with pytest.raises(ValueError, match="frozen"):
         loaded(ORDERED[name], saved)(GRADS)
 
@@ -577,7 +705,10 @@ def test_other_shapes_and_numbers_of_norms() -> None:
 
 @on_numpy
 def test_another_format() -> None:
-    """A state of another format is refused by its number; one without a number is taken for this one."""
+    """A state of another format is refused by its number.
+
+    One without a number is taken for this one.
+    """
     clipper = after(uc.adagc(), GRADS)
     saved = clipper.state_dict()
     for number in (1, 3, "2", None):
@@ -590,12 +721,18 @@ def test_another_format() -> None:
     with pytest.raises(ValueError, match=r"loading \{\}"):
         clipper.load_state_dict({"count": 1})
     assert clipper.state_dict() == saved
-    assert loaded(uc.adagc(), {name: saved[name] for name in ("rule", "leaves", "state")}).state_dict() == saved
+    assert (
+        loaded(uc.adagc(), {name: saved[name] for name in ("rule", "leaves", "state")}).state_dict()
+        == saved
+    )
 
 
 @on_numpy
 def test_renamed() -> None:
-    """Other names are given by a dict, which may leave some out, or by a function; the state itself stays as it was."""
+    """Other names are given by a dict, which may leave some out, or by a function.
+
+    The state itself stays as it was.
+    """
     saved = after(uc.chain(uc.autoclip(), uc.adagc()), GRADS).state_dict()
     before = copy.deepcopy(saved)
     assert renamed(saved, {"['w']": "['v']"}) == {**before, "leaves": [None, ["['v']", "['b']"]]}
@@ -612,13 +749,16 @@ def test_renamed() -> None:
 
 
 def test_compiled_code(compiler: Framework) -> None:
-    """A clipper that remembers refuses code that is being compiled, says what to use there, and is as it was."""
+    """A clipper that remembers refuses code that is being compiled, says what to use there,
+    and is as it was.
+    """
     grads, clipper = {"w": compiler.array([3.0, 4.0])}, uc.Clipper(uc.norm_growth())
     plain = uc.Clipper(uc.by_global_norm(1.0))
     plain.logs()
     compiler.run(lambda grads: plain(grads)["w"], grads)
     assert plain.logs() == {}  # of code that runs once there is nothing to log
-    with pytest.raises(Exception, match=r"rule\.update\(grads, state\)"):  # torch.compile has its own errors
+    # torch.compile has its own errors
+    with pytest.raises(Exception, match=r"rule\.update\(grads, state\)"):
         compiler.run(lambda grads: clipper(grads), grads)
     assert (clipper.state, clipper.report) == (None, None)
 
@@ -630,15 +770,28 @@ def one_more(step: Any) -> Any:
 
 @pytest.mark.only("numpy", "torch")
 def test_threads_that_read(framework: Framework) -> None:
-    """While one thread clips, another one sees state and report of whole steps, in order, and saves them."""
+    """While one thread clips, another one sees state and report of whole steps, in order,
+    and saves them.
+    """
     limit = uc.by_global_norm(uc.limits.Schedule(one_more))
-    clipper, seen, done, ones = uc.Clipper(uc.chain(limit, limit)), [], threading.Event(), framework.array([1.0])
+    clipper, seen, done, ones = (
+        uc.Clipper(uc.chain(limit, limit)),
+        [],
+        threading.Event(),
+        framework.array([1.0]),
+    )
     clipper([ones])
 
     def look() -> None:
         while not done.is_set():
             saved, report = clipper.state_dict()["state"], clipper.report
-            seen.append((list(saved.values()), [float(framework.numpy(norm)) for norm in report.norms], report.limits))
+            seen.append(
+                (
+                    list(saved.values()),
+                    [float(framework.numpy(norm)) for norm in report.norms],
+                    report.limits,
+                )
+            )
 
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(look)
@@ -648,7 +801,8 @@ def test_threads_that_read(framework: Framework) -> None:
         reader.result()
     last = 1.0
     for counts, norms, limits in seen:
-        assert [float(framework.numpy(limit)) for limit in limits] == norms  # step n has norm n, which is its limit
+        # Step n has norm n, which is its limit.
+        assert [float(framework.numpy(limit)) for limit in limits] == norms
         assert last <= counts[0] == counts[1] <= norms[0] == norms[1]
         last = norms[0]
     assert len({norms[0] for _, norms, _ in seen}) > 1
@@ -664,27 +818,38 @@ LOGGED = {
 
 @pytest.mark.parametrize("name", LOGGED)
 def test_logs(framework: Framework, name: str) -> None:
-    """Between two logs there are the last scalars, means, and the largest finite norm; first the last step alone."""
+    """Between two logs there are the last scalars, means, and the largest finite norm.
+
+    First the last step alone.
+    """
     clipper, seen = uc.Clipper(LOGGED[name]), list[dict[str, float]]()
     assert (clipper.logs(), clipper.scalars()) == ({}, {})
     norms = [1.0, 3.0, math.nan, 5.0, 0.5]
     for norm in norms * 2:
         clipper({"a": framework.array([norm]), "b": framework.array([0.1])})
-        seen.append({key: float(framework.numpy(value)) for key, value in clipper.scalars().items()})
+        seen.append(
+            {key: float(framework.numpy(value)) for key, value in clipper.scalars().items()}
+        )
         if len(seen) == len(norms):
             first = clipper.logs()
     for found, some in ((first, seen[:5]), (clipper.logs(), seen[5:])):
         wanted = some[-1] | {
-            key: np.mean([one[key] for one in some]) for key in ("clip/share", "clip/skipped") if key in found
+            key: np.mean([one[key] for one in some])
+            for key in ("clip/share", "clip/skipped")
+            if key in found
         }
-        wanted["clip/norm_max"] = max(one["clip/norm"] for one in some if math.isfinite(one["clip/norm"]))
+        wanted["clip/norm_max"] = max(
+            one["clip/norm"] for one in some if math.isfinite(one["clip/norm"])
+        )
         assert found == pytest.approx(wanted, rel=1e-6)
     assert clipper.logs() == {}
 
 
 @on_numpy
 def test_logs_of_many_steps() -> None:
-    """However many steps there are between two logs, and while another thread reads, each is counted once."""
+    """However many steps there are between two logs, and while another thread reads,
+    each is counted once.
+    """
     clipper, done, shares = uc.Clipper(uc.by_global_norm(2.0)), threading.Event(), list[float]()
     clipper.logs()
 
@@ -710,14 +875,19 @@ def test_logs_of_many_steps() -> None:
 
 @pytest.mark.parametrize("percentile", [0, 37, 50, 80, 100])
 def test_percentiles_of_rows_that_are_absent(framework: Framework, percentile: float) -> None:
-    """Each leaf has the percentile of its own last norms, however many of its gradients there were."""
+    """Each leaf has the percentile of its own last norms,
+    however many of its gradients there were.
+    """
     rng, window = np.random.default_rng(0), 4
     rule = uc.Rule(uc.limits.Percentile(percentile, window), scope=uc.scopes.each_leaf)
     state, seen = rule.init([framework.array([1.0])] * 3), [list[float]() for _ in range(3)]
     for step in range(9):
         norms = rng.lognormal(size=3)
         here = [leaf == 0 or bool(rng.random() < 0.5) for leaf in range(3)]
-        grads = [framework.array([norm]) if there else None for norm, there in zip(norms, here, strict=True)]
+        grads = [
+            framework.array([norm]) if there else None
+            for norm, there in zip(norms, here, strict=True)
+        ]
         _, state, report = rule.update(grads, state)
         for own, norm, there, limit in zip(seen, norms, here, report.limits, strict=True):
             if there:
@@ -728,7 +898,9 @@ def test_percentiles_of_rows_that_are_absent(framework: Framework, percentile: f
 
 @on_numpy
 def test_names_outlive_a_load() -> None:
-    """A leaf without a gradient after a load keeps its name in what is saved next, and no other takes its memory."""
+    """A leaf without a gradient after a load keeps its name in what is saved next,
+    and no other takes its memory.
+    """
     grads, rule = {name: np.ones(2) for name in "abc"}, uc.adagc(warmup=2)
     saved = uc.Clipper(rule)
     saved(grads)
@@ -742,9 +914,17 @@ def test_names_outlive_a_load() -> None:
 
 
 def test_masked_leaves_that_come_later(framework: Framework) -> None:
-    """A rule whose leaves have no gradient in the first step learns from those that come, as with networks in turn."""
-    own = {name: uc.masked(uc.zclip(warmup=2), lambda path, leaf, name=name: path[0] == name) for name in "ab"}
-    clipper, alone = uc.Clipper(uc.chain(*own.values())), {name: uc.Clipper(rule) for name, rule in own.items()}
+    """A rule whose leaves have no gradient in the first step learns from those that come,
+    as with networks in turn.
+    """
+    own = {
+        name: uc.masked(uc.zclip(warmup=2), lambda path, leaf, name=name: path[0] == name)
+        for name in "ab"
+    }
+    clipper, alone = (
+        uc.Clipper(uc.chain(*own.values())),
+        {name: uc.Clipper(rule) for name, rule in own.items()},
+    )
     for step, norm in enumerate((1.0, 2.0, 1.5, 1.0, 90.0, 50.0)):
         name = "ab"[step % 2]
         grads = {"a": None, "b": None} | {name: framework.array([norm])}
@@ -753,10 +933,14 @@ def test_masked_leaves_that_come_later(framework: Framework) -> None:
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")  # whose values the host reads at no cost
-@pytest.mark.parametrize(("by", "why"), [(3.0, "a norm of 3 is above its bound"), (math.nan, "are not finite")])
+@pytest.mark.parametrize(
+    ("by", "why"), [(3.0, "a norm of 3 is above its bound"), (math.nan, "are not finite")]
+)
 def test_a_run_that_skips_every_step_says_so(framework: Framework, by: float, why: str) -> None:
     """Once, after twenty skipped steps in a row; one that is taken begins anew."""
-    clipper = uc.Clipper(uc.chain(uc.by_value(-9.0, 9.0), uc.by_global_norm(1.0, nonfinite="skip", skip_above=2.0)))
+    clipper = uc.Clipper(
+        uc.chain(uc.by_value(-9.0, 9.0), uc.by_global_norm(1.0, nonfinite="skip", skip_above=2.0))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for norm in [by] * 19 + [1.0] + [by] * 19:

@@ -1,4 +1,6 @@
-"""The clipping functions that frameworks bring themselves give what uniclip gives, and every framework the same."""
+"""The clipping functions that frameworks bring themselves give what uniclip gives,
+and every framework the same.
+"""
 
 from __future__ import annotations
 
@@ -79,17 +81,25 @@ def columns(values: list[np.ndarray], c: float) -> list[Any]:
 
 
 def examples(values: list[np.ndarray], c: float, uniform: bool | None = None) -> list[Any]:
-    """Return the sums over examples that are clipped by one norm each, or layer by layer with shares of the limit."""
+    """Return the sums over examples that are clipped by one norm each,
+    or layer by layer with shares of the limit.
+    """
     count = sum(leaf.size for leaf in values)
     shares = [math.sqrt(1 / len(values) if uniform else leaf.size / count) for leaf in values]
     sizes = [
-        total(values) if uniform is None else of_axis(leaf) / part for leaf, part in zip(values, shares, strict=True)
+        total(values) if uniform is None else of_axis(leaf) / part
+        for leaf, part in zip(values, shares, strict=True)
     ]
-    return [leaf * shrunk(FACTORS, np.abs(FACTORS) * size, c).sum() for leaf, size in zip(values, sizes, strict=True)]
+    return [
+        leaf * shrunk(FACTORS, np.abs(FACTORS) * size, c).sum()
+        for leaf, size in zip(values, sizes, strict=True)
+    ]
 
 
 class Kind(NamedTuple):
-    """What some functions compute of values, a limit and options; and the limit that is just reached."""
+    """What some functions compute of values, a limit and options;
+    and the limit that is just reached.
+    """
 
     result: Callable[..., list[Any]]
     size: Callable[..., Any]
@@ -98,8 +108,13 @@ class Kind(NamedTuple):
 def by_leaf(power: float) -> Kind:
     """Clip each leaf by its norm divided by a power of the number of its entries."""
     size = lambda leaf, axis=None: of_axis(leaf, axis) / leaf.size**power
-    clip = lambda values, c, axis=None: [shrunk(leaf, size(leaf, axis), c) for leaf in having(values, axis)]
-    return Kind(clip, lambda values, axis=None: max(np.max(size(leaf, axis)) for leaf in having(values, axis)))
+    clip = lambda values, c, axis=None: [
+        shrunk(leaf, size(leaf, axis), c) for leaf in having(values, axis)
+    ]
+    return Kind(
+        clip,
+        lambda values, axis=None: max(np.max(size(leaf, axis)) for leaf in having(values, axis)),
+    )
 
 
 def by_value(low: float, high: float) -> Kind:
@@ -110,14 +125,19 @@ def by_value(low: float, high: float) -> Kind:
 
 VALUE, MODULUS = by_value(-1, 2), by_value(-1, 1)
 LEAF, AVERAGE, RMS = by_leaf(0), by_leaf(1), by_leaf(0.5)
-GLOBAL, NORM = Kind(together, total), Kind(lambda values, c, **options: [total(values, **options)], total)
+GLOBAL, NORM = (
+    Kind(together, total),
+    Kind(lambda values, c, **options: [total(values, **options)], total),
+)
 COLUMNS, EXAMPLES = Kind(columns, lambda values: 0.5), Kind(examples, total)
 
 # The functions of each library.
 
 
 class Native(NamedTuple):
-    """A function of a library, and the call of uniclip that replaces it: both of arrays and a limit."""
+    """A function of a library, and the call of uniclip that replaces it:
+    both of arrays and a limit.
+    """
 
     library: str
     name: str
@@ -136,7 +156,9 @@ class Native(NamedTuple):
     @property
     def framework(self) -> str:
         """The framework whose arrays it takes."""
-        return {"optax": "jax", "keras": os.environ["KERAS_BACKEND"]}.get(self.library, self.library)
+        return {"optax": "jax", "keras": os.environ["KERAS_BACKEND"]}.get(
+            self.library, self.library
+        )
 
     def arguments(self, framework: Framework, values: list[np.ndarray], dtype: str) -> list[Any]:
         """Return what both take: arrays, or parameters that have them as gradients."""
@@ -150,20 +172,30 @@ class Native(NamedTuple):
             parameter.grad = array
         return made
 
-    def results(self, framework: Framework, arguments: list[Any], returned: list[Any]) -> list[np.ndarray]:
+    def results(
+        self, framework: Framework, arguments: list[Any], returned: list[Any]
+    ) -> list[np.ndarray]:
         """Return what was clipped, and then the norm; all has the dtype of the arguments."""
         arrays = [*([x.grad for x in arguments] if self.in_place else []), *returned]
         assert {framework.dtype(array) for array in arrays} == {framework.dtype(arguments[0])}
         return [framework.numpy(array) for array in arrays]
 
-    def check(self, framework: Framework, limit: float, option: Any, values: Any, calls: list[Any]) -> None:
-        """Require that the library and uniclip return what is true of the values, given what each took and returned."""
+    def check(
+        self, framework: Framework, limit: float, option: Any, values: Any, calls: list[Any]
+    ) -> None:
+        """Require that the library and uniclip return what is true of the values,
+        given what each took and returned.
+        """
         both = [self.results(framework, arguments, returned) for arguments, returned in calls]
         rtol = self.ulps * EPS.get(framework.dtype(calls[0][0][0]), 0.0)
         for found, differs in zip(both, (self.says, {}), strict=True):
-            for array, true in zip(found, self.kind.result(values, limit, **option, **differs), strict=True):
+            for array, true in zip(
+                found, self.kind.result(values, limit, **option, **differs), strict=True
+            ):
                 assert array.shape == np.shape(true)
-                np.testing.assert_allclose(array.astype("float64"), true, rtol, atol=0, err_msg=f"{self} {option}")
+                np.testing.assert_allclose(
+                    array.astype("float64"), true, rtol, atol=0, err_msg=f"{self} {option}"
+                )
         if self.kind in {VALUE, MODULUS}:
             for one, other in zip(*both, strict=True):
                 np.testing.assert_array_equal(one.astype("float64"), other.astype("float64"))
@@ -251,9 +283,15 @@ def of_torch() -> Iterator[Native]:
     both = lambda function: (function(torch.nn.utils), function(drop_in))
     here: dict[str, Any] = {"ulps": 8, "says": {"plus": 1e-6}, "in_place": True}
     yield Native("torch", "clip_grad_norm_", GLOBAL, *both(clip), orders, **here)
-    yield Native("torch", "get_total_norm, clip_grads_with_norm_", GLOBAL, *both(clip_known), orders, **here)
-    yield Native("torch", "clip_grad_value_", MODULUS, *both(clip_entries), tuple(ways), in_place=True)
-    yield Native("torch", "clamp", VALUE, lambda g, c: [x.clamp(-c, 2 * c) for x in g], value, dtypes=REAL)
+    yield Native(
+        "torch", "get_total_norm, clip_grads_with_norm_", GLOBAL, *both(clip_known), orders, **here
+    )
+    yield Native(
+        "torch", "clip_grad_value_", MODULUS, *both(clip_entries), tuple(ways), in_place=True
+    )
+    yield Native(
+        "torch", "clamp", VALUE, lambda g, c: [x.clamp(-c, 2 * c) for x in g], value, dtypes=REAL
+    )
 
 
 def of_tensorflow() -> Iterator[Native]:
@@ -265,15 +303,29 @@ def of_tensorflow() -> Iterator[Native]:
     yield Native(here, "clip_by_value", VALUE, clip, value, dtypes=REAL)
     each = lambda g, c, axis: [tf.clip_by_norm(x, c, axis) for x in having(g, axis)]
     yield Native(
-        here, "clip_by_norm", LEAF, each, lambda g, c, axis: uc.clip_by_norm(having(g, axis), c, axis=axis), AXES
+        here,
+        "clip_by_norm",
+        LEAF,
+        each,
+        lambda g, c, axis: uc.clip_by_norm(having(g, axis), c, axis=axis),
+        AXES,
     )
     both = with_norm(tf.clip_by_global_norm), with_norm(uc.clip_by_global_norm)
     yield Native(here, "clip_by_global_norm", GLOBAL, *both)
     known = lambda g, c: both[0](g, c, use_norm=tf.linalg.global_norm(g))
-    yield Native(here, "use_norm", GLOBAL, known, lambda g, c: both[1](g, c, norm=uc.global_norm(g)))
+    yield Native(
+        here, "use_norm", GLOBAL, known, lambda g, c: both[1](g, c, norm=uc.global_norm(g))
+    )
     yield Native(here, "linalg.global_norm", NORM, lambda g, c: [tf.linalg.global_norm(g)], norm)
     average = lambda g, c: [tf.compat.v1.clip_by_average_norm(x, c) for x in g]
-    yield Native(here, "v1.clip_by_average_norm", AVERAGE, average, uc.clip_by_average_norm, dtypes=("float32",))
+    yield Native(
+        here,
+        "v1.clip_by_average_norm",
+        AVERAGE,
+        average,
+        uc.clip_by_average_norm,
+        dtypes=("float32",),
+    )
 
 
 def of_jax() -> Iterator[Native]:
@@ -308,17 +360,37 @@ def of_optax() -> Iterator[Native]:
         return uc.clip_and_sum(batch(g), rule)[0]
 
     yield Native("optax", "clip", MODULUS, lambda g, c: run(optax.clip(c), g), modulus)
-    yield Native("optax", "clip_by_global_norm", WITHOUT, lambda g, c: run(optax.clip_by_global_norm(c), g), all_leaves)
-    block = lambda g, c: uc.clip(g, uc.by_block_rms(c))[0]
-    yield Native("optax", "clip_by_block_rms", RMS, lambda g, c: run(optax.clip_by_block_rms(c), g), block)
     yield Native(
-        "optax", "tree.norm", NORM, lambda g, c, order: [optax.tree.norm(g, ord=order)], norm, ORDERS[:2], ulps=8
+        "optax",
+        "clip_by_global_norm",
+        WITHOUT,
+        lambda g, c: run(optax.clip_by_global_norm(c), g),
+        all_leaves,
+    )
+    block = lambda g, c: uc.clip(g, uc.by_block_rms(c))[0]
+    yield Native(
+        "optax", "clip_by_block_rms", RMS, lambda g, c: run(optax.clip_by_block_rms(c), g), block
+    )
+    yield Native(
+        "optax",
+        "tree.norm",
+        NORM,
+        lambda g, c, order: [optax.tree.norm(g, ord=order)],
+        norm,
+        ORDERS[:2],
+        ulps=8,
     )
     relative = lambda g, c: run(optax.adaptive_grad_clip(c), flat(g), parameters(g))
     agc = lambda g, c: uc.clip(flat(g), uc.agc(c), parameters(g))[0]
     yield Native("optax", "adaptive_grad_clip", COLUMNS, relative, agc)
     one = lambda g, c: optax.per_example_global_norm_clip(batch(g), c)[0]
-    yield Native("optax", "per_example_global_norm_clip", EXAMPLES, one, lambda g, c: summed(g, uc.by_example_norm(c)))
+    yield Native(
+        "optax",
+        "per_example_global_norm_clip",
+        EXAMPLES,
+        one,
+        lambda g, c: summed(g, uc.by_example_norm(c)),
+    )
     layers = lambda g, c, uniform: optax.per_example_layer_norm_clip(batch(g), c, uniform)[0]
     ours = lambda g, c, uniform: summed(g, uc.by_example_layer_norm(c, by_size=not uniform))
     both = ({"uniform": True}, {"uniform": False})
@@ -326,7 +398,9 @@ def of_optax() -> Iterator[Native]:
 
 
 def of_keras() -> Iterator[Native]:
-    """Yield the options of Keras' optimizers, beside optimizers without them that are given clipped gradients."""
+    """Yield the options of Keras' optimizers, beside optimizers without them that are given
+    clipped gradients.
+    """
     import keras
 
     def steps(g: list[Any], **options: Any) -> list[Any]:
@@ -342,17 +416,26 @@ def of_keras() -> Iterator[Native]:
     }
     for name, (kind, clip) in clips.items():
         native = lambda g, c, name=name: steps(g, **{name: c})
-        yield Native("keras", name, kind, native, lambda g, c, clip=clip: steps(clip(g, c)), dtypes=("float32",))
+        yield Native(
+            "keras",
+            name,
+            kind,
+            native,
+            lambda g, c, clip=clip: steps(clip(g, c)),
+            dtypes=("float32",),
+        )
 
 
 LIBRARIES = {
-    "numpy": of_numpy, "strict": of_strict, "mlx": of_mlx, "torch": of_torch, "tensorflow": of_tensorflow,
-    "jax": of_jax, "optax": of_optax, "keras": of_keras,
+    "numpy": of_numpy, "strict": of_strict, "mlx": of_mlx, "torch": of_torch,
+    "tensorflow": of_tensorflow, "jax": of_jax, "optax": of_optax, "keras": of_keras,
 }  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each function of the libraries of this run, or each way in which their frameworks run."""
+    """Give a test each function of the libraries of this run,
+    or each way in which their frameworks run.
+    """
     wanted = metafunc.config.getoption("--frameworks").split(",")
     rows = [row for name, of in LIBRARIES.items() if {name, "all"} & {*wanted} for row in of()]
     none = pytest.mark.needs("none")
@@ -360,7 +443,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = [pytest.param(row, id=f"{row.library} {row.name}") for row in rows]
         metafunc.parametrize("row", cases or [pytest.param(None, marks=none)])
     if "way" in metafunc.fixturenames:
-        ways = [way() for name in LIBRARIES for way in (*EAGER.get(name, ()), *COMPILED.get(name, ()))]
+        ways = [
+            way() for name in LIBRARIES for way in (*EAGER.get(name, ()), *COMPILED.get(name, ()))
+        ]
         some = [(way, [row for row in rows if runs(row, way)]) for way in ways]
         cases = [pytest.param(of, way, id=way.name) for way, of in some if of]
         metafunc.parametrize(("rows", "way"), cases or [pytest.param(None, None, marks=none)])
@@ -368,7 +453,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def runs(row: Native, way: Framework) -> bool:
     """Whether a way to run takes the arrays of a library; the steps of Keras are not compiled."""
-    return way.family == EAGER[row.framework][0].family and not (way.traced and row.library == "keras")
+    return way.family == EAGER[row.framework][0].family and not (
+        way.traced and row.library == "keras"
+    )
 
 
 def random(rng: Any, shapes: list[Any], scale: float = 1.0) -> list[np.ndarray]:
@@ -383,21 +470,32 @@ def check_drawn(row: Native, data: Any) -> None:
     dtype = draw([dtype for dtype in row.dtypes if dtype in framework.dtypes])
     option, whole = draw(row.options), dtype.startswith("int")
     shapes = SHAPES if row.framework == "jax" else draw(TREES)
-    made = random(np.random.default_rng(data.draw(st.integers(0, 2**32))), shapes, 2.0 ** draw(range(-6, 7)))
+    made = random(
+        np.random.default_rng(data.draw(st.integers(0, 2**32))), shapes, 2.0 ** draw(range(-6, 7))
+    )
     if row.kind in {VALUE, MODULUS} and not whole:
-        made[0].ravel()[:4] = draw([[1.0, 2.0, 3.0, 4.0], [math.nan, math.inf, -math.inf, -0.0]])[: made[0].size]
+        made[0].ravel()[:4] = draw([[1.0, 2.0, 3.0, 4.0], [math.nan, math.inf, -math.inf, -0.0]])[
+            : made[0].size
+        ]
     arrays = [framework.array(np.rint(8 * leaf) if whole else leaf, dtype) for leaf in made]
     values = [framework.numpy(array).astype("float64") for array in arrays]
-    reached = float(row.kind.size([np.nan_to_num(leaf, posinf=9, neginf=9) for leaf in values], **option)) or 1.0
+    reached = (
+        float(row.kind.size([np.nan_to_num(leaf, posinf=9, neginf=9) for leaf in values], **option))
+        or 1.0
+    )
     limit = draw(RATIOS) * reached
     limit = max(1, round(limit)) if whole else float(np.float32(limit))
     taken = [row.arguments(framework, values, dtype) for _ in range(2)]
-    calls = [(one, f(one, limit, **option)) for one, f in zip(taken, (row.native, row.ours), strict=True)]
+    calls = [
+        (one, f(one, limit, **option)) for one, f in zip(taken, (row.native, row.ours), strict=True)
+    ]
     row.check(framework, limit, option, values, calls)
 
 
 def test_native(row: Native) -> None:
-    """The library, uniclip and the definition agree, with limits below, at and above what is measured."""
+    """The library, uniclip and the definition agree, with limits below,
+    at and above what is measured.
+    """
     count = 15 if row.library in {"jax", "optax", "keras"} else 40
     settings(max_examples=count)(given(data=st.data())(lambda data: check_drawn(row, data)))()
 
@@ -405,20 +503,32 @@ def test_native(row: Native) -> None:
 SCALES = (1.0, 0.25, 4.0)
 
 
-def one_of_each(rows: list[Native], values: list[np.ndarray]) -> list[tuple[Native, Mapping[str, Any], float]]:
-    """Return each function with one of its options, another one for each, and with a limit that some leaves reach."""
+def one_of_each(
+    rows: list[Native], values: list[np.ndarray]
+) -> list[tuple[Native, Mapping[str, Any], float]]:
+    """Return each function with one of its options, another one for each,
+    and with a limit that some leaves reach.
+    """
     options = [row.options[5 * number % len(row.options)] for number, row in enumerate(rows)]
-    return [(row, option, float(row.kind.size(values, **option))) for row, option in zip(rows, options, strict=True)]
+    return [
+        (row, option, float(row.kind.size(values, **option)))
+        for row, option in zip(rows, options, strict=True)
+    ]
 
 
 def test_same_numbers(rows: list[Native], way: Framework) -> None:
-    """Eager and compiled, what a framework brings and uniclip on it give what is true of one set of values."""
+    """Eager and compiled, what a framework brings and uniclip on it give what is true of one set
+    of values.
+    """
     first, dtype = random(np.random.default_rng(0), SHAPES), way.default_float
     sides = one_of_each(rows, first)
 
     def clip_all(taken: list[list[list[Any]]]) -> list[Any]:
         called = zip(sides, taken, strict=True)
-        return [[f(g, c, **option) for f, g in zip(row[3:5], both, strict=True)] for (row, option, c), both in called]
+        return [
+            [f(g, c, **option) for f, g in zip(row[3:5], both, strict=True)]
+            for (row, option, c), both in called
+        ]
 
     with way.context():
         compiled = way.compiled(clip_all)
@@ -432,16 +542,26 @@ def test_same_numbers(rows: list[Native], way: Framework) -> None:
 
 
 def check_rules(way: Framework) -> None:
-    """Over steps, a rule of each kind gives eager and compiled what it gives on NumPy in float64; so do its norms."""
+    """Over steps, a rule of each kind gives eager and compiled what it gives on NumPy in float64;
+    so do its norms.
+    """
     some = {name: rules.kinds(uc)[name].rule for name in ("autoclip", "zclip", "adagc")}
-    some["agc"] = uc.agc(0.05, axis=0)  # by default PyTorch's units are along another axis than those of the others
+    # by default PyTorch's units are along another axis than those of the others
+    some["agc"] = uc.agc(0.05, axis=0)
 
     def step(states: Any, grads: Any, params: Any) -> Any:
-        results = [rule.update(grads, state, params) for rule, state in zip(some.values(), states, strict=True)]
-        return [state for _, state, _ in results], [(clipped, leaves(report.norms)) for clipped, _, report in results]
+        results = [
+            rule.update(grads, state, params)
+            for rule, state in zip(some.values(), states, strict=True)
+        ]
+        return [state for _, state, _ in results], [
+            (clipped, leaves(report.norms)) for clipped, _, report in results
+        ]
 
     def start(framework: Framework, dtype: str) -> Any:
-        params = [framework.array(leaf, dtype) for leaf in random(np.random.default_rng(9), SHAPES[:2])]
+        params = [
+            framework.array(leaf, dtype) for leaf in random(np.random.default_rng(9), SHAPES[:2])
+        ]
         return params, [rule.init(params) for rule in some.values()]
 
     numpy = EAGER["numpy"][0]()
@@ -449,8 +569,13 @@ def check_rules(way: Framework) -> None:
         (params, states), (weights, memory) = start(way, way.default_float), start(numpy, "float64")
         compiled = way.compiled(step)
         for seed, scale in enumerate((1.0, 1.2, 0.9, 100.0, 0.5)):
-            values = [np.float32(leaf) / 4 for leaf in random(np.random.default_rng(seed), SHAPES[:2], scale)]
-            states, found = compiled(states, [way.array(leaf, way.default_float) for leaf in values], params)
+            values = [
+                np.float32(leaf) / 4
+                for leaf in random(np.random.default_rng(seed), SHAPES[:2], scale)
+            ]
+            states, found = compiled(
+                states, [way.array(leaf, way.default_float) for leaf in values], params
+            )
             memory, wanted = step(memory, [leaf.astype("float64") for leaf in values], weights)
             for array, true in zip(leaves(found), leaves(wanted), strict=True):
                 close(way, array, true, way.default_float, ulps=8)
@@ -467,16 +592,26 @@ def test_rules_compiled(compiler: Framework) -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"])
+@pytest.mark.parametrize(
+    "name", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+)
 def test_signatures(name: str) -> None:
-    """Every argument of PyTorch's function is there, in its order, with its default; what is more is given by name."""
+    """Every argument of PyTorch's function is there, in its order, with its default.
+
+    What is more is given by name.
+    """
     import torch
 
     from uniclip.integrations import torch as drop_in
 
-    theirs, ours = (list(inspect.signature(getattr(m, name)).parameters.values()) for m in (torch.nn.utils, drop_in))
+    theirs, ours = (
+        list(inspect.signature(getattr(m, name)).parameters.values())
+        for m in (torch.nn.utils, drop_in)
+    )
     same = ours[: len(theirs)]
-    assert [(p.name, p.default, p.kind) for p in same] == [(p.name, p.default, p.kind) for p in theirs]
+    assert [(p.name, p.default, p.kind) for p in same] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in ours[len(theirs) :])
 
 

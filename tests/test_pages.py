@@ -15,7 +15,10 @@ pytestmark = [
 ]
 STORIES = {f"{story.page} {story.group}": story for story in stories()}
 PARTS = {
-    part: list(some) for part, some in groupby(modules(), lambda name: name.removeprefix("uniclip.").partition(".")[0])
+    part: list(some)
+    for part, some in groupby(
+        modules(), lambda name: name.removeprefix("uniclip.").partition(".")[0]
+    )
 }
 """The modules and packages of uniclip, each with the modules in it."""
 QUIET = {
@@ -41,7 +44,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page that belong together run one after the other."""
     logs = any("import wandb" in block.code for block in story.blocks)
-    monkeypatch.setenv("WANDB_MODE", "offline" if logs else "disabled")  # transformers prints that it is offline
+    # Transformers prints that it is offline.
+    monkeypatch.setenv("WANDB_MODE", "offline" if logs else "disabled")
     story.run()
 
 

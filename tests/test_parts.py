@@ -1,4 +1,6 @@
-"""Two processes, as two threads, that hold parts of one tree: with ``all_reduce=`` both find what one process would."""
+"""Two processes, as two threads, that hold parts of one tree:
+with ``all_reduce=`` both find what one process would.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ def together(
             barrier.wait()
             arrays = np.stack([given[one] for one in range(len(parts))])
             barrier.wait()  # before the next ones are written
-            joined = arrays.sum(0) if op == "sum" else np.fmax.reduce(arrays)  # which drops NaN, as libraries do
+            # which drops NaN, as libraries do
+            joined = arrays.sum(0) if op == "sum" else np.fmax.reduce(arrays)
             return framework.array(joined, framework.dtype(own))
 
         try:
             with framework.context():
                 # Here, since arrays that are lazy are computed in the thread that made them.
-                return mapped(lambda x: np.array(framework.numpy(x)), run(parts[number], all_reduce))
+                return mapped(
+                    lambda x: np.array(framework.numpy(x)), run(parts[number], all_reduce)
+                )
         except BaseException:
             barrier.abort()
             raise
@@ -55,7 +60,9 @@ def values(by: float = 1.0, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: by * rng.standard_normal(shape) for name, shape in SHAPES.items()}
 
 
-def arrays(framework: Framework, tree: dict[str, Any], names: Sequence[str] = tuple(SHAPES)) -> dict[str, Any]:
+def arrays(
+    framework: Framework, tree: dict[str, Any], names: Sequence[str] = tuple(SHAPES)
+) -> dict[str, Any]:
     """Return some leaves as arrays of a framework."""
     return {name: None if tree[name] is None else framework.array(tree[name]) for name in names}
 
@@ -91,7 +98,9 @@ EACH: dict[str, Any] = {
     "budget": uc.Rule(uc.limits.Split(1.0), scope=uc.scopes.each_leaf),
     "adagc": uc.adagc(warmup=1),
     "zero of each": uc.by_norm(0.5, nonfinite="zero"),
-    "masked": uc.masked(uc.chain(uc.by_value(-2.0, 2.0), uc.adagc(warmup=1)), lambda path, leaf: path[0] != "b"),
+    "masked": uc.masked(
+        uc.chain(uc.by_value(-2.0, 2.0), uc.adagc(warmup=1)), lambda path, leaf: path[0] != "b"
+    ),
 }
 """Rules for parts of the same leaves, whose gradients may be absent: what is absent has no size."""
 LOSSES, SPREAD = (1.0, 1.2, 9.0), (0.3, 0.3, 8.5)
@@ -103,7 +112,9 @@ def flag(framework: Framework, found: Any) -> Any:
     return framework.array(-1 if found is None else bool(framework.numpy(found)))
 
 
-def three_steps(framework: Framework, rule: Any, trees: list[Any], params: Any, **joins: Any) -> list[Any]:
+def three_steps(
+    framework: Framework, rule: Any, trees: list[Any], params: Any, **joins: Any
+) -> list[Any]:
     """Return the gradients of three steps, and what all processes have to know alike."""
     state, found = rule.init(params), []
     for grads, loss in zip(trees, joins.pop("losses", LOSSES), strict=True):
@@ -112,9 +123,15 @@ def three_steps(framework: Framework, rule: Any, trees: list[Any], params: Any, 
     return found
 
 
-def alike(found: Any, wanted: Any, part: Callable[[str, Any], Any] = lambda name, leaf: leaf) -> None:
-    """Compare the steps of a process with those of one that has all, of whose leaves it has parts."""
-    for step, ((clipped, *flags), (whole, *all_flags)) in enumerate(zip(found, wanted, strict=True)):
+def alike(
+    found: Any, wanted: Any, part: Callable[[str, Any], Any] = lambda name, leaf: leaf
+) -> None:
+    """Compare the steps of a process with those of one that has all,
+    of whose leaves it has parts.
+    """
+    for step, ((clipped, *flags), (whole, *all_flags)) in enumerate(
+        zip(found, wanted, strict=True)
+    ):
         assert flags == all_flags, step
         for name, leaf in clipped.items():
             if leaf is not None:
@@ -124,7 +141,9 @@ def alike(found: Any, wanted: Any, part: Callable[[str, Any], Any] = lambda name
 
 def alone(framework: Framework, rule: Any, trees: list[Any], params: Any) -> Any:
     """Return the steps of one process as NumPy's arrays."""
-    steps = three_steps(framework, rule, [arrays(framework, tree) for tree in trees], arrays(framework, params))
+    steps = three_steps(
+        framework, rule, [arrays(framework, tree) for tree in trees], arrays(framework, params)
+    )
     return mapped(lambda x: np.array(framework.numpy(x)), steps)
 
 
@@ -134,18 +153,30 @@ def alone(framework: Framework, rule: Any, trees: list[Any], params: Any) -> Any
     ids=["finite", "inf", "nan", "copies"],
 )
 def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
-    """Processes with different leaves, or copies, do what one with all does; NaN and ∞ in one are known to both."""
+    """Processes with different leaves, or copies, do what one with all does.
+
+    NaN and ∞ in one are known to both.
+    """
     trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
     if bad is not None:
         trees[1][bad].flat[3] = math.inf if bad == "a" else math.nan
     wanted = {name: alone(framework, rule, trees, params) for name, rule in JOINT.items()}
 
     def run(mine: Sequence[str], join: Any) -> Any:
-        grads, theirs = [arrays(framework, tree, mine) for tree in trees], arrays(framework, params, mine)
-        # Only their mean is the loss of one process: in the last step one of them alone is no spike.
-        spread = [loss + by if mine == held[0] else loss - by for loss, by in zip(LOSSES, SPREAD, strict=True)]
+        grads, theirs = (
+            [arrays(framework, tree, mine) for tree in trees],
+            arrays(framework, params, mine),
+        )
+        # Only their mean is the loss of one process: in the last step one of them alone is no
+        # spike.
+        spread = [
+            loss + by if mine == held[0] else loss - by
+            for loss, by in zip(LOSSES, SPREAD, strict=True)
+        ]
         how = {"all_reduce": join, "losses": spread, "shared": is_a if held != HELD else None}
-        return {name: three_steps(framework, rule, grads, theirs, **how) for name, rule in JOINT.items()}
+        return {
+            name: three_steps(framework, rule, grads, theirs, **how) for name, rule in JOINT.items()
+        }
 
     for found in together(framework, held, run):
         for name in JOINT:
@@ -155,7 +186,11 @@ def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
 @pytest.mark.parametrize("tellers", [0, 1])
 def test_losses_of_some(framework: Framework, tellers: int) -> None:
     """The mean is over the processes that tell a loss; without any, only norms can spike."""
-    rule, trees, params = uc.skip_spikes(2.0, 3, 2), [values(by) for by in (1.0, 1.1, 1.0, 1.05)], values(0.3)
+    rule, trees, params = (
+        uc.skip_spikes(2.0, 3, 2),
+        [values(by) for by in (1.0, 1.1, 1.0, 1.05)],
+        values(0.3),
+    )
     losses = [1.0, 1.2, 1.1, 99.0]
 
     def run(number: int, join: Any) -> Any:
@@ -171,9 +206,14 @@ def test_losses_of_some(framework: Framework, tellers: int) -> None:
         assert skipped == [False, False, False, tellers > 0]
 
 
-@pytest.mark.parametrize(("absent", "names"), [((1,), set(EACH)), ((0, 1), set(EACH))], ids=["in one", "in both"])
+@pytest.mark.parametrize(
+    ("absent", "names"), [((1,), set(EACH)), ((0, 1), set(EACH))], ids=["in one", "in both"]
+)
 def test_halves(framework: Framework, absent: tuple[int, ...], names: set[str]) -> None:
-    """Processes with parts of the same leaves do what one with the whole does; a gradient is absent in one, or both."""
+    """Processes with parts of the same leaves do what one with the whole does.
+
+    A gradient is absent in one, or both.
+    """
     some = {name: EACH[name] for name in sorted(names)}
     trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
     trees[1]["c"][:, 2:] = 0
@@ -182,11 +222,16 @@ def test_halves(framework: Framework, absent: tuple[int, ...], names: set[str]) 
     wanted = {name: alone(framework, rule, alone_trees, params) for name, rule in some.items()}
 
     def run(number: int, join: Any) -> Any:
-        mine: Any = [{name: half(leaf, number) for name, leaf in tree.items()} for tree in (*trees, params)]
+        mine: Any = [
+            {name: half(leaf, number) for name, leaf in tree.items()} for tree in (*trees, params)
+        ]
         if number in absent:
             mine[1]["c"] = None
         *grads, theirs = (arrays(framework, tree) for tree in mine)
-        return {name: three_steps(framework, rule, grads, theirs, all_reduce=join) for name, rule in some.items()}
+        return {
+            name: three_steps(framework, rule, grads, theirs, all_reduce=join)
+            for name, rule in some.items()
+        }
 
     for number, found in enumerate(together(framework, range(2), run)):
         for name in some:
@@ -196,7 +241,9 @@ def test_halves(framework: Framework, absent: tuple[int, ...], names: set[str]) 
 def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
     """Nothing but ``shared=`` tells a copy from another leaf of its name."""
     leaf = values()["a"]
-    run = lambda part, join: uc.clip({"a": framework.array(leaf)}, JOINT["global"], None, join)[1].norms
+    run = lambda part, join: (
+        uc.clip({"a": framework.array(leaf)}, JOINT["global"], None, join)[1].norms
+    )
     for norm in together(framework, range(2), run):
         np.testing.assert_allclose(norm, math.sqrt(2) * np.linalg.norm(leaf), rtol=1e-6)
 
@@ -205,7 +252,13 @@ def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
 def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
     """Half of a sum that is too small is not 0."""
     run = lambda part, join: (
-        uc.clip({"a": framework.array([3e-200, 4e-200], "float64")}, JOINT["global"], None, join, shared=is_a)[1].norms
+        uc.clip(
+            {"a": framework.array([3e-200, 4e-200], "float64")},
+            JOINT["global"],
+            None,
+            join,
+            shared=is_a,
+        )[1].norms
     )
     for norm in together(framework, range(2), run):
         np.testing.assert_allclose(norm, 5e-200, rtol=1e-12)
@@ -213,7 +266,9 @@ def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "array-api-strict")
 def test_one_has_float64(framework: Framework) -> None:
-    """Where one process has float64 gradients, both add in what float64 needs, and find one norm, the same bits."""
+    """Where one process has float64 gradients, both add in what float64 needs, and find one norm,
+    the same bits.
+    """
     for factor in (1.0, 1e-200):
         tree = values(factor)
         for rule in (JOINT["global"], JOINT["named groups"]):
@@ -238,7 +293,9 @@ def test_one_has_float64(framework: Framework) -> None:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_one_is_sparse(framework: Framework) -> None:
-    """A sparse leaf is a part as others are: rows that occur twice are summed, and it stays sparse."""
+    """A sparse leaf is a part as others are: rows that occur twice are summed,
+    and it stays sparse.
+    """
     table = [[3.0, 0.0], [0.0, 1.0], [1.0, 0.0]]  # rows 0 and 2 of it, the first one in two parts
     tree = values() | {"a": np.asarray([[4.0, 0.0], [0.0, 0.0], [0.0, 1.0]])}
 
@@ -262,7 +319,9 @@ def test_one_is_sparse(framework: Framework) -> None:
 def test_a_sum_beyond_the_range(framework: Framework) -> None:
     """A norm is right though each process's sum of squares is in range and their sum is not."""
     dtype, entry = ("float64", 1.1e154) if "float64" in framework.dtypes else ("float32", 1.5e19)
-    run = lambda part, join: uc.clip([framework.array([entry], dtype)], uc.by_global_norm(1.0), None, join)[1].norms
+    run = lambda part, join: (
+        uc.clip([framework.array([entry], dtype)], uc.by_global_norm(1.0), None, join)[1].norms
+    )
     for norm in together(framework, range(2), run):
         np.testing.assert_allclose(norm, entry * math.sqrt(2), rtol=1e-6)
 
@@ -274,21 +333,31 @@ REFUSED: dict[str, tuple[Sequence[Any], Any, str]] = {
     "an axis": ((uc.by_norm(0.5, axis=0),) * 2, ValueError, "all_reduce="),
     "units": ((uc.agc(0.5),) * 2, ValueError, "all_reduce="),
     "rows": ((uc.Rule(1.0, scope=uc.scopes.each_row),) * 2, ValueError, "all_reduce="),
-    "NaN in one": ((uc.by_global_norm(1.0, nonfinite="raise"),) * 2, FloatingPointError, "finite|NaN"),
+    "NaN in one": (
+        (uc.by_global_norm(1.0, nonfinite="raise"),) * 2,
+        FloatingPointError,
+        "finite|NaN",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_both(framework: Framework, case: str) -> None:
-    """What one process may not do is an error in both, before anything is written, and none waits for the other."""
+    """What one process may not do is an error in both, before anything is written,
+    and none waits for the other.
+    """
     rules, error, token = REFUSED[case]
 
     def run(number: int, join: Any) -> Any:
         rule = rules[number]
-        grads = {"a": framework.array(np.full((2, 2), math.nan if number and "NaN" in case else 1.0))}
+        grads = {
+            "a": framework.array(np.full((2, 2), math.nan if number and "NaN" in case else 1.0))
+        }
         with pytest.raises(error, match=token):
             rule.update(grads, rule.init(grads), grads, join, in_place=framework.writes)
         return leaves(grads)
 
     for number, [grad] in enumerate(together(framework, range(2), run)):
-        np.testing.assert_array_equal(grad, np.full((2, 2), math.nan if number and "NaN" in case else 1.0))
+        np.testing.assert_array_equal(
+            grad, np.full((2, 2), math.nan if number and "NaN" in case else 1.0)
+        )

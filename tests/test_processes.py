@@ -1,4 +1,6 @@
-"""Many processes do what one does: layouts of a run, what they agree on, what all of them refuse."""
+"""Many processes do what one does: layouts of a run, what they agree on,
+what all of them refuse.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_rules(pool: Pool, layout: str) -> None:
-    """Whatever the layout, all rules find what one process would, with NaN, with ∞ and with nothing in one of them."""
+    """Whatever the layout, all rules find what one process would, with NaN,
+    with ∞ and with nothing in one of them.
+    """
     pool.run("layout", name=layout)
 
 
@@ -71,13 +75,16 @@ def test_in_two(pool: Pool, check: str) -> None:
 
 @pytest.mark.parametrize("case", COUNTED)
 def test_collectives(pool: Pool, case: str) -> None:
-    """A step sends once for each dimension of a mesh and once for a group, and the first one of a group once more."""
+    """A step sends once for each dimension of a mesh and once for a group,
+    and the first one of a group once more.
+    """
     pool.run("counted", ranks=4 if case.startswith("two") else 2, name=case)
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    "case", ["a group: global", "a group: skip", "a group: relative", "FSDP2: global", "FSDP2: rows"]
+    "case",
+    ["a group: global", "a group: skip", "a group: relative", "FSDP2: global", "FSDP2: rows"],
 )
 def test_compiled(pool: Pool, case: str) -> None:
     """A joined step is compiled as one graph."""
@@ -85,7 +92,8 @@ def test_compiled(pool: Pool, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "group"), [(rule, group) for rule in DERIVED for group in (False, True) if not (group and rule in KEPT)]
+    ("rule", "group"),
+    [(rule, group) for rule in DERIVED for group in (False, True) if not (group and rule in KEPT)],
 )
 def test_derivatives(pool: Pool, rule: str, group: bool) -> None:
     """Derivatives go through the join, to second order."""
@@ -135,7 +143,9 @@ def test_check_layout_of_a_run(pool: Pool, layout: str) -> None:
 
 @pytest.mark.parametrize("rule", SAVED)
 def test_saved_in_parts(pool: Pool, rule: str, tmp_path: Path) -> None:
-    """Two processes save, four go on and save, one goes on: the weights and the memory are those of one process."""
+    """Two processes save, four go on and save, one goes on:
+    the weights and the memory are those of one process.
+    """
     for number, ranks in enumerate(SAVING):
         pool.run("saved_in_parts", ranks=ranks, name=rule, number=number, folder=str(tmp_path))
 
@@ -150,8 +160,9 @@ def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "page.py"
     script.write_text("".join(text for kind, text in blocks if kind == "python"), encoding="utf-8")
-    # PyTorch's optimizers import its compiler. Imported after the process group is made, it holds the group until the
-    # process ends, which then sometimes aborts, whether there is a rule or not (PyTorch 2.13).
+    # PyTorch's optimizers import its compiler. Imported after the process group is made, it holds
+    # the group until the process ends, which then sometimes aborts, whether there is a rule or not
+    # (PyTorch 2.13).
     run = "import runpy, sys, torch._dynamo; runpy.run_path(sys.argv[1], run_name='__main__')"
     printed = launched("-c", run, str(script), OMP_NUM_THREADS="1")
     assert printed == ["".join(text for kind, text in blocks if kind == "text"), ""]

@@ -1,4 +1,6 @@
-"""What people touch: the names and their documentation, what importing loads, and a suite that uses nothing else."""
+"""What people touch: the names and their documentation, what importing loads,
+and a suite that uses nothing else.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MODULES = ("curves", "limits", "norms", "scopes", "saved", "config", "insight", 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own."""
-    return subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=HERE)
+    return subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=HERE
+    )
 
 
 # --- Names
@@ -48,7 +52,9 @@ def test_the_top_level_is_small() -> None:
 
 
 def test_what_is_elsewhere() -> None:
-    """What people type first, and is in an adapter, is an AttributeError that names the module that has it."""
+    """What people type first, and is in an adapter,
+    is an AttributeError that names the module that has it.
+    """
     named = (
         "clip_grad_norm_",
         "attach",
@@ -62,8 +68,12 @@ def test_what_is_elsewhere() -> None:
         with pytest.raises(AttributeError, match=r"uniclip\.integrations\.(\w+)") as seen:
             getattr(uc, name)
         for module in re.findall(r"uniclip\.integrations\.(\w+)", str(seen.value)):
-            source = "".join(path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}*/*.py"))
-            source += "".join(path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}.py"))
+            source = "".join(
+                path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}*/*.py")
+            )
+            source += "".join(
+                path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}.py")
+            )
             assert re.search(rf"^(def|class) {name}\b", source, re.MULTILINE), module
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         _ = uc.nonsense  # type: ignore[attr-defined]
@@ -71,7 +81,9 @@ def test_what_is_elsewhere() -> None:
 
 @pytest.mark.parametrize("module", CHOICES, ids=lambda module: module.__name__)
 def test_the_four_choices_are_four_modules(module: ModuleType) -> None:
-    """Each shows its choices and nothing else, and a choice that is an object prints as it is found."""
+    """Each shows its choices and nothing else, and a choice that is an object prints as it
+    is found.
+    """
     assert dir(module) == sorted(module.__all__)
     objects = [name for name in module.__all__ if not callable(getattr(module, name))]
     assert [repr(getattr(module, name)) for name in objects] == [
@@ -92,12 +104,20 @@ PUBLIC = {
     if inspect.isroutine(getattr(module, name)) or inspect.isclass(getattr(module, name))
 }
 """All public functions and classes."""
-METHODS = [uc.Rule.init, uc.Rule.update, uc.Clipper.__call__, uc.Clipper.state_dict, uc.Clipper.load_state_dict]
+METHODS = [
+    uc.Rule.init,
+    uc.Rule.update,
+    uc.Clipper.__call__,
+    uc.Clipper.state_dict,
+    uc.Clipper.load_state_dict,
+]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_documentation(name: str) -> None:
-    """Every public function and class has a docstring with an example, and named arguments that editors can show."""
+    """Every public function and class has a docstring with an example,
+    and named arguments that editors can show.
+    """
     value, text = PUBLIC[name], inspect.getdoc(PUBLIC[name]) or ""
     assert ">>>" in text
     assert text.splitlines()[0].endswith(".")
@@ -115,11 +135,14 @@ def test_documentation_of_methods(method: Any) -> None:
 
 
 def test_no_framework_is_imported() -> None:
-    """Neither importing uniclip nor using it on NumPy arrays imports a framework, or any library but two small ones."""
+    """Neither importing uniclip nor using it on NumPy arrays imports a framework,
+    or any library but two small ones.
+    """
     done = run(
         "import sys, numpy as np, array_api_compat, optree\nbefore = set(sys.modules)\n"
         "import uniclip as uc, uniclip.integrations\n"
-        "uc.clip_by_global_norm({'w': np.ones(3), 'b': None}, 1.0)\nuc.Clipper(uc.zclip())([np.ones(3)])\n"
+        "uc.clip_by_global_norm({'w': np.ones(3), 'b': None}, "
+        "1.0)\nuc.Clipper(uc.zclip())([np.ones(3)])\n"
         "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
     loaded = set(done.stdout.split())
@@ -131,16 +154,23 @@ def test_an_adapter_says_what_it_needs() -> None:
     """Without its library an adapter names what to install."""
     done = run(
         f"import importlib, sys\nfor name in {ADAPTERS!r}:\n    sys.modules[name] = None\n"
-        f"for name in {ADAPTERS!r}:\n    try:\n        importlib.import_module('uniclip.integrations.' + name)\n"
+        f"for name in {ADAPTERS!r}:\n    try:\n        "
+        "importlib.import_module('uniclip.integrations.' + name)\n"
         "    except ModuleNotFoundError as error:\n        print(name, 'pip install' in str(error))"
     )
-    assert done.stdout.split() == [word for name in ADAPTERS for word in (name, "True")], done.stderr
+    assert done.stdout.split() == [word for name in ADAPTERS for word in (name, "True")], (
+        done.stderr
+    )
 
 
 def test_a_copy_without_metadata_has_a_version() -> None:
-    """A copy among the files of another package has no metadata; asking for its version is no error."""
+    """A copy among the files of another package has no metadata.
+
+    Asking for its version is no error.
+    """
     done = run(
-        "import importlib.metadata\ndef version(name):\n    raise importlib.metadata.PackageNotFoundError(name)\n"
+        "import importlib.metadata\ndef version(name):\n    raise "
+        "importlib.metadata.PackageNotFoundError(name)\n"
         "importlib.metadata.version = version\nimport uniclip\nprint(uniclip.__version__)"
     )
     assert done.stdout.strip() == "0+unknown", done.stderr
@@ -149,11 +179,16 @@ def test_a_copy_without_metadata_has_a_version() -> None:
 
 @pytest.mark.parametrize("foreign", [True, False], ids=["overwritten", "removed"])
 def test_a_package_of_the_same_name(foreign: bool, tmp_path: Path) -> None:
-    """Where a clipboard tool called uniclip lies over this package, the adapters say so, and how to repair it."""
-    package = shutil.copytree(PACKAGE, tmp_path / "uniclip", ignore=shutil.ignore_patterns("__pycache__"))
+    """Where a clipboard tool called uniclip lies over this package, the adapters say so,
+    and how to repair it.
+    """
+    package = shutil.copytree(
+        PACKAGE, tmp_path / "uniclip", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (package / "main.py").write_text("def main(): pass", encoding="utf-8")
     find = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-    assert run(f"{find}import uniclip.integrations, uniclip\nuniclip.Rule").returncode == 0  # this one lies over it
+    # This one lies over it.
+    assert run(f"{find}import uniclip.integrations, uniclip\nuniclip.Rule").returncode == 0
     (package / "__init__.py").unlink()
     if foreign:
         (package / "__init__.py").write_text("from .main import main", encoding="utf-8")
@@ -179,7 +214,9 @@ def sources() -> dict[str, str]:
 
 
 def private() -> list[str]:
-    """Return the modules of the package that are not public, by the names that a program imports."""
+    """Return the modules of the package that are not public,
+    by the names that a program imports.
+    """
     paths = [file.relative_to(PACKAGE).with_suffix("").parts for file in PACKAGE.rglob("*.py")]
     names = {".".join(part for part in parts if part != "__init__") for parts in paths} - {""}
     known = {*MODULES, *(f"integrations.{name}" for name in ADAPTERS)}
@@ -191,46 +228,74 @@ def imported(text: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{one.name}" for one in node.names if node.module == "uniclip")}
+            found |= {
+                node.module,
+                *(f"{node.module}.{one.name}" for one in node.names if node.module == "uniclip"),
+            }
         elif isinstance(node, ast.Import):
             found |= {one.name for one in node.names}
     return found
 
 
 def test_the_suite_uses_public_names() -> None:
-    """No file imports a private module, names one in a text, reads a private attribute or patches the package."""
+    """No file imports a private module, names one in a text,
+    reads a private attribute or patches the package.
+    """
     hidden = private()
     assert {"uniclip.rule", "uniclip.limits.base"} & set(hidden)
     named = [one for one in hidden if one.rpartition(".")[2] not in insight.__all__]
     patches = r"setattr\(\W?(uc|uniclip)\b|patch\(\W?uniclip"
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, named))})\b|\b(uc|uniclip)(\.\w+)*\._[a-z]|{patches}")
+    pattern = re.compile(
+        rf"\b({'|'.join(map(re.escape, named))})\b|\b(uc|uniclip)(\.\w+)*\._[a-z]|{patches}"
+    )
     wrong = {file: sorted(imported(text) & set(hidden)) for file, text in sources().items()}
     for file, text in sources().items():
-        wrong[file] += [match[0] for match in pattern.finditer(text)] if file != Path(__file__).name else []
+        wrong[file] += (
+            [match[0] for match in pattern.finditer(text)] if file != Path(__file__).name else []
+        )
     assert {file: found for file, found in wrong.items() if found} == {}
 
 
 def calls(function: ast.AST) -> set[str]:
     """Return the names of what a function calls or refers to."""
     nodes = list(ast.walk(function))
-    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {
+        n.attr for n in nodes if isinstance(n, ast.Attribute)
+    }
 
 
 def test_no_test_passes_for_nothing() -> None:
-    """Each test requires something, itself or in what it calls, and none begins with ``if ...: return``."""
+    """Each test requires something, itself or in what it calls,
+    and none begins with ``if ...: return``.
+    """
     trees = {file: ast.parse(text) for file, text in sources().items()}
-    functions = [(file, n) for file, tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    functions = [
+        (file, n)
+        for file, tree in trees.items()
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef)
+    ]
     uses = {name: set[str]() for _, function in functions for name in [function.name]}
     firm = {"raises", "warns", "fail"}
     for _, function in functions:
         uses[function.name] |= calls(function)
-        firm |= {function.name} if any(isinstance(node, ast.Assert) for node in ast.walk(function)) else set()
-    while more := {name for name, used in uses.items() if name not in firm and (used & firm or _of_numpy(used))}:
+        firm |= (
+            {function.name}
+            if any(isinstance(node, ast.Assert) for node in ast.walk(function))
+            else set()
+        )
+    while more := {
+        name for name, used in uses.items() if name not in firm and (used & firm or _of_numpy(used))
+    }:
         firm |= more
     tests = [(file, function) for file, function in functions if function.name.startswith("test")]
     assert [f"{file}: {test.name}" for file, test in tests if test.name not in firm] == []
-    early = [(file, test, node) for file, test in tests for node in test.body if isinstance(node, ast.If)]
-    assert [f"{file}: {test.name}" for file, test, node in early if isinstance(node.body[0], ast.Return)] == []
+    early = [
+        (file, test, node) for file, test in tests for node in test.body if isinstance(node, ast.If)
+    ]
+    assert [
+        f"{file}: {test.name}" for file, test, node in early if isinstance(node.body[0], ast.Return)
+    ] == []
 
 
 def _of_numpy(names: set[str]) -> bool:
@@ -239,19 +304,37 @@ def _of_numpy(names: set[str]) -> bool:
 
 
 def test_faults_are_planted_in_the_core() -> None:
-    """The environment that plants faults leaves out adapters, frameworks and messages, and not the core."""
+    """The environment that plants faults leaves out adapters, frameworks and messages,
+    and not the core.
+    """
     settings = configparser.ConfigParser()
     settings.read(HERE.parent / "tox.ini", encoding="utf-8")
     words = settings["testenv:mutants"]["commands"].split()
     skipped = words[words.index("--skip") + 1 : words.index("{posargs}")]
     files = find_files([""], skipped)
-    paths = {file.relative_to(SOURCE / "uniclip").as_posix() for file in files if list(places(file))}
-    assert paths >= {"_core/step.py", "_core/measure.py", "_core/apply.py", "rule.py", "compose.py", "limits/base.py"}
-    assert not paths & {"_errors.py", "__init__.py", "backends/torch/__init__.py", "backends/jax.py"}
+    paths = {
+        file.relative_to(SOURCE / "uniclip").as_posix() for file in files if list(places(file))
+    }
+    assert paths >= {
+        "_core/step.py",
+        "_core/measure.py",
+        "_core/apply.py",
+        "rule.py",
+        "compose.py",
+        "limits/base.py",
+    }
+    assert not paths & {
+        "_errors.py",
+        "__init__.py",
+        "backends/torch/__init__.py",
+        "backends/jax.py",
+    }
 
 
 def test_commits_are_looked_at_by_the_linter_of_the_matrix() -> None:
     """The hook has the version that tox installs."""
     root = Path(__file__).parents[1]
-    [hook] = re.findall(r"rev: v(.+)", (root / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    [hook] = re.findall(
+        r"rev: v(.+)", (root / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    )
     assert f'"ruff=={hook}"' in (root / "pyproject.toml").read_text(encoding="utf-8")

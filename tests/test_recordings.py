@@ -1,4 +1,6 @@
-"""Results and files of the first version, see record.py: later versions come to the same, and read the same files."""
+"""Results and files of the first version, see record.py: later versions come to the same,
+and read the same files.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,22 @@ with np.load(DATA / "float64.npz") as _recorded:
     RULES = {name: every_rule(uniclip)[name] for name in _recorded}
 REMEMBERED = [name for name, rule in RULES.items() if rule.memory]
 FIELDS = {"norms": 2.0, "limits": 2.0, "factors": 2.0, "thresholds": 2.0, "gradients": 4.0}
-"""By how many units in the last place results may differ: norms that are summed in float64 differ by 1.1 from these."""
+"""By how many units in the last place results may differ:
+norms that are summed in float64 differ by 1.1 from these.
+"""
 LEARNED = dict.fromkeys(("limits", "factors", "thresholds", "gradients"), 8.0)
-"""What is learned sums the roundings of several norms; summed in float64 it differs by 3.8 from these."""
+"""What is learned sums the roundings of several norms.
+
+Summed in float64 it differs by 3.8 from these.
+"""
 BINNED = 64.0
-"""The median of all steps is the edge of a bin, 2 to a power whose own rounding is multiplied: it differs by 38."""
+"""The median of all steps is the edge of a bin, 2 to a power whose own rounding is multiplied:
+it differs by 38.
+"""
 VARIANCES = 128.0
-"""A variance is of differences of norms, a tenth and less of a norm, whose roundings count double: it differs by 80."""
+"""A variance is of differences of norms, a tenth and less of a norm, whose roundings count double:
+it differs by 80.
+"""
 STATES = 8.0
 
 
@@ -36,11 +47,18 @@ def ulps(rule: str, field: str) -> float:
     if field.startswith("state"):
         return VARIANCES if field.endswith("variances") else STATES
     learned = LEARNED if rule in REMEMBERED else {}
-    return BINNED if field in learned and rule == "autoclip of all steps" else learned.get(field, FIELDS.get(field, 0))
+    return (
+        BINNED
+        if field in learned and rule == "autoclip of all steps"
+        else learned.get(field, FIELDS.get(field, 0))
+    )
 
 
 def compare(rule: str, dtype: str, rows: list[Arrays], first: int = 0) -> None:
-    """Require the results of some steps to be the recorded ones, but for rounding; flags and counts are equal."""
+    """Require the results of some steps to be the recorded ones, but for rounding.
+
+    Flags and counts are equal.
+    """
     with np.load(DATA / f"{dtype}.npz") as file:
         recorded = file[rule][first : first + len(rows)]
     for number, (now, then) in enumerate(zip(rows, recorded, strict=True), first):
@@ -73,7 +91,9 @@ def check_goes_on(uc: ModuleType, rule: str, dtype: str, saved: dict[str, Any]) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
-    """Gradients, norms, limits, factors, thresholds and states of twelve steps are the recorded ones."""
+    """Gradients, norms, limits, factors, thresholds and states of twelve steps are the
+    recorded ones.
+    """
     compare(rule, dtype, taken(RULES[rule], dtype))
 
 
@@ -81,10 +101,16 @@ def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", REMEMBERED)
 def test_a_saved_state_goes_on(rule: str, dtype: str) -> None:
-    """A state that was saved in the middle loads, is saved as it was, and takes the other steps as recorded."""
+    """A state that was saved in the middle loads, is saved as it was,
+    and takes the other steps as recorded.
+    """
     saved, grads = states()[dtype][rule], steps(dtype)[0]
-    with pytest.raises(ValueError, match="format 1"):  # in which leaves without a gradient had no name
+    # in which leaves without a gradient had no name
+    with pytest.raises(ValueError, match="format 1"):
         from_dict(RULES[rule], saved, grads)
-    saved |= {name: to_dict(RULES[rule], RULES[rule].init(grads), grads)[name] for name in ("format", "leaves")}
+    saved |= {
+        name: to_dict(RULES[rule], RULES[rule].init(grads), grads)[name]
+        for name in ("format", "leaves")
+    }
     assert to_dict(RULES[rule], from_dict(RULES[rule], saved, grads), grads) == saved
     check_goes_on(uniclip, rule, dtype, saved)

@@ -1,4 +1,6 @@
-"""What a report says of a step: norms, limits, factors, thresholds, flags, the scalars for loggers, and one line."""
+"""What a report says of a step: norms, limits, factors, thresholds, flags, the scalars for loggers,
+and one line.
+"""
 
 from __future__ import annotations
 
@@ -51,27 +53,50 @@ SAID: dict[str, tuple[Any, dict[str, Any]]] = {
     "one norm": (uc.by_global_norm(1.0), {"norms": 5.0062, "limits": 1.0, "factors": 0.1998}),
     "each leaf": (
         uc.by_norm(1.0),
-        {"norms": {"a": 5.0, "b": [None, 0.25], "empty": 0.0}, "factors": {"a": 0.2, "b": [None, 1], "empty": 1}},
+        {
+            "norms": {"a": 5.0, "b": [None, 0.25], "empty": 0.0},
+            "factors": {"a": 0.2, "b": [None, 1], "empty": 1},
+        },
     ),
-    "an axis": (uc.Rule(0.3, scope=uc.scopes.axes(-1)), {"norms": {"a": 5.0, "b": [None, [0.25]], "empty": []}}),
+    ("an axis"): (
+        uc.Rule(0.3, scope=uc.scopes.axes(-1)),
+        {"norms": {"a": 5.0, "b": [None, [0.25]], "empty": []}},
+    ),
     "groups": (
         uc.by_group_norm({"a": 1.0, "b": 0.5, "empty": 9.0}, first_key),
-        {"norms": {"a": 5.0, "b": 0.25, "empty": 0.0}, "limits": {"a": 1.0, "b": 0.5, "empty": 9.0}},
+        {
+            "norms": {"a": 5.0, "b": 0.25, "empty": 0.0},
+            "limits": {"a": 1.0, "b": 0.5, "empty": 9.0},
+        },
     ),
-    "within": (uc.by_global_norm(9.0, nonfinite="skip"), {"clipped": False, "finite": True, "skipped": False}),
-    "rejected": (uc.by_global_norm(1.0, curve=uc.curves.reject), {"clipped": True, "finite": True, "skipped": True}),
+    "within": (
+        uc.by_global_norm(9.0, nonfinite="skip"),
+        {"clipped": False, "finite": True, "skipped": False},
+    ),
+    "rejected": (
+        uc.by_global_norm(1.0, curve=uc.curves.reject),
+        {"clipped": True, "finite": True, "skipped": True},
+    ),
     "no norm": (uc.by_value(-1.0, 1.0), dict.fromkeys(FIELDS)),
     "a function": (double, dict.fromkeys(FIELDS)),
     "chain": (
         uc.chain(double, uc.by_global_norm(9.0), uc.by_global_norm(2.0)),
-        {"norms": [None, 10.0125, 9.0], "limits": [None, 9.0, 2.0], "factors": [None, 0.8989, 0.2222], "clipped": 1.0},
+        {
+            "norms": [None, 10.0125, 9.0],
+            "limits": [None, 9.0, 2.0],
+            "factors": [None, 0.8989, 0.2222],
+            "clipped": 1.0,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_it_says(framework: Framework, name: str) -> None:
-    """One array where all leaves share a norm, a dict by group, else a tree; a tuple of what a chain's rules saw."""
+    """One array where all leaves share a norm, a dict by group, else a tree.
+
+    A tuple of what a chain's rules saw.
+    """
     rule, wanted = SAID[name]
     _, report = uc.clip(made(framework), rule)
     assert {field: numbers(framework, getattr(report, field)) for field in wanted} == wanted
@@ -83,17 +108,27 @@ SCALARS: dict[str, tuple[Any, list[float]]] = {
     "a skip": (uc.by_global_norm(9.0, nonfinite="skip"), [5.006246, 9.0, 1.0, 0.0, 0.0]),
     "each leaf": (uc.by_norm(1.0), [5.0, 1.0, 0.2, 1 / 3]),
     "each entry": (uc.Rule(3.5, scope=uc.scopes.each_entry), [4.0, 3.5, 0.875, 1 / 3]),
-    "value and norm": (uc.chain(uc.by_value(-1.0, 1.0), uc.by_norm(0.5)), [2**0.5, 0.5, 0.353553, 1 / 3]),
-    "two rules": (uc.chain(uc.by_global_norm(9.0), uc.by_global_norm(2.0)), [5.006246, 2.0, 0.399501, 1.0]),
+    "value and norm": (
+        uc.chain(uc.by_value(-1.0, 1.0), uc.by_norm(0.5)),
+        [2**0.5, 0.5, 0.353553, 1 / 3],
+    ),
+    "two rules": (
+        uc.chain(uc.by_global_norm(9.0), uc.by_global_norm(2.0)),
+        [5.006246, 2.0, 0.399501, 1.0],
+    ),
     "two that clip": (uc.chain(uc.by_norm(4.0), uc.by_global_norm(2.0)), [5.0, 2.0, 0.399220, 1.0]),
     "no norm": (uc.by_value(-1.0, 1.0), []),
 }
-"""The largest norm, the smallest limit and factor, the share of factors that are not 1, and whether it is skipped."""
+"""The largest norm, the smallest limit and factor, the share of factors that are not 1,
+and whether it is skipped.
+"""
 
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_scalars(framework: Framework, name: str) -> None:
-    """A report in the few numbers that a logger shows: the same names for every rule, all 0-d arrays."""
+    """A report in the few numbers that a logger shows: the same names for every rule,
+    all 0-d arrays.
+    """
     rule, wanted = SCALARS[name]
     scalars = uc.clip(made(framework), rule)[1].scalars()
     assert all(tuple(value.shape) == () and framework.owns(value) for value in scalars.values())
@@ -106,7 +141,11 @@ FIRST = math.exp(math.log(8) / 4 + math.log(8) * (3 / 16) ** 0.5)
 THRESHOLDS: dict[str, tuple[Any, list[float], list[float]]] = {
     "zclip": (uc.zclip(z=2.0, warmup=2), [1.0, 3.0, 50.0], [math.inf, math.inf, 4.0]),
     "log_zscore": (uc.log_zscore(z=1.0), [1.0, 1.0, 1.0, 8.0], [1.0001, 1.0001, 1.0001, FIRST]),
-    "skip_spikes": (uc.skip_spikes(z=2.0, warmup=2), [1.0, 3.0, 50.0], [math.inf, math.inf, 2 + 8**0.5]),
+    "skip_spikes": (
+        uc.skip_spikes(z=2.0, warmup=2),
+        [1.0, 3.0, 50.0],
+        [math.inf, math.inf, 2 + 8**0.5],
+    ),
     "in a group": (
         uc.by_group_norm({0: uc.limits.ZScore(2.0, 0.9, warmup=2)}, lambda path, leaf: 0),
         [1.0, 3.0, 50.0],
@@ -117,14 +156,19 @@ THRESHOLDS: dict[str, tuple[Any, list[float], list[float]]] = {
 
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_thresholds(framework: Framework, name: str) -> None:
-    """Rules that clip only above a threshold say it, also at a calm step; the largest number stands for none."""
+    """Rules that clip only above a threshold say it, also at a calm step.
+
+    The largest number stands for none.
+    """
     rule, norms, wanted = THRESHOLDS[name]
     state, found = rule.init([framework.array([0.0])]), []
     for norm in norms:
         _, state, report = rule.update([framework.array([norm])], state)
         found.append(float(framework.numpy(report.scalars()["clip/threshold"])))
         assert float(framework.numpy(leaves([report.thresholds])[0])) == found[-1]
-    np.testing.assert_allclose([math.inf if one > 1e38 else one for one in found], wanted, rtol=2e-4)
+    np.testing.assert_allclose(
+        [math.inf if one > 1e38 else one for one in found], wanted, rtol=2e-4
+    )
     report = uc.clip(framework.array([3.0]), uc.by_norm(1.0))[1]
     assert (report.thresholds, "clip/threshold" in report.scalars()) == (None, False)
 
@@ -133,15 +177,27 @@ LINES: dict[str, tuple[Any, list[Any], str]] = {
     "one norm": (uc.by_global_norm(1.0), [[3.0, 4.0]], "norm 5, limit 1, clipped, finite"),
     "not clipped": (uc.by_global_norm(6.0), [[3.0, 4.0]], "norm 5, limit 6, not clipped, finite"),
     "measured": (uc.by_global_norm(np.inf), [[3.0, 4.0]], "norm 5, not clipped, finite"),
-    "many": (uc.by_norm(1.0, axis=1), [[[3.0, 4.0], [0.3, 0.4]]], "norm 5 (largest of 2), clipped 50 %, finite"),
+    "many": (
+        uc.by_norm(1.0, axis=1),
+        [[[3.0, 4.0], [0.3, 0.4]]],
+        "norm 5 (largest of 2), clipped 50 %, finite",
+    ),
     "none of many": (uc.by_norm(9.0), [[3.0], [4.0]], "norm 4 (largest of 2), clipped 0 %, finite"),
     "few of many": (
         uc.by_norm(1.0, axis=1),
         [[[2.0]] + [[0.5]] * 999],
         "norm 2 (largest of 1,000), clipped <1 %, finite",
     ),
-    "a thousand": (uc.by_norm(0.5, axis=1), [[[1.0]] * 1024], "norm 1 (largest of 1,024), clipped 100 %, finite"),
-    "not finite": (uc.by_norm(1.0, nonfinite="skip"), [[np.nan]], "norm nan, limit 1, skipped, not finite"),
+    "a thousand": (
+        uc.by_norm(0.5, axis=1),
+        [[[1.0]] * 1024],
+        "norm 1 (largest of 1,024), clipped 100 %, finite",
+    ),
+    "not finite": (
+        uc.by_norm(1.0, nonfinite="skip"),
+        [[np.nan]],
+        "norm nan, limit 1, skipped, not finite",
+    ),
     "two rules": (
         uc.chain(uc.by_global_norm(9.0), uc.by_norm(1.0)),
         [[3.0], [4.0]],
@@ -153,7 +209,9 @@ LINES: dict[str, tuple[Any, list[Any], str]] = {
 
 @pytest.mark.parametrize("name", LINES)
 def test_one_line(framework: Framework, name: str) -> None:
-    """What a newcomer wants to know: the norm, whether it was clipped, and whether all was finite."""
+    """What a newcomer wants to know: the norm, whether it was clipped,
+    and whether all was finite.
+    """
     rule, grads, wanted = LINES[name]
     report = uc.clip(list(map(framework.array, grads)), rule)[1]
     assert (str(report), repr(report)) == (wanted, f"<Report: {wanted}>")
@@ -163,7 +221,10 @@ def test_one_line(framework: Framework, name: str) -> None:
 def test_one_line_of_what_has_no_values_yet(compiler: Framework) -> None:
     """In code that is being compiled it says so."""
     lines = []
-    compiler.run(lambda grads: lines.append(str(uc.clip(grads, uc.by_norm(0.5))[1])) or grads, compiler.array([1.0]))
+    compiler.run(
+        lambda grads: lines.append(str(uc.clip(grads, uc.by_norm(0.5))[1])) or grads,
+        compiler.array([1.0]),
+    )
     assert "traced" in lines[0]
 
 
@@ -172,19 +233,29 @@ def test_a_report_can_be_copied() -> None:
     """A pickle, a copy and a mapped tree say what the report says; that of a chain, too."""
     for rule in (uc.by_norm(1.0), uc.chain(uc.by_norm(2.0), uc.by_global_norm(1.0))):
         report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.1])], rule)[1]
-        for again in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report), optree.tree_map(np.asarray, report)):
+        for again in (
+            pickle.loads(pickle.dumps(report)),
+            copy.deepcopy(report),
+            optree.tree_map(np.asarray, report),
+        ):
             assert (str(again), again.scalars()) == (str(report), report.scalars())
 
 
 EXAMPLES = {"b": np.asarray([[5.0], [12.0], [1.0]]), "w": np.arange(6.0).reshape(3, 2)}
-RULES = {name: rule for name, rule in every_rule(uc).items() if not name.startswith(("cowclip", "masked"))}
+RULES = {
+    name: rule
+    for name, rule in every_rule(uc).items()
+    if not name.startswith(("cowclip", "masked"))
+}
 
 
 @pytest.mark.only("numpy", "torch")
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
 @pytest.mark.parametrize("name", RULES)
 def test_it_shows_the_values_of_its_step(framework: Framework, name: str, in_place: bool) -> None:
-    """A report that is read late shows what one shows that was read at once, whatever was changed in between."""
+    """A report that is read late shows what one shows that was read at once,
+    whatever was changed in between.
+    """
 
     def shown(*, late: bool) -> list[np.ndarray]:
         rule, grads, weights = RULES[name], made(framework, EXAMPLES), made(framework, EXAMPLES)
@@ -195,7 +266,9 @@ def test_it_shows_the_values_of_its_step(framework: Framework, name: str, in_pla
         for array in changed:
             if not isinstance(array, np.generic):
                 array[...] = 77
-        return [framework.numpy(leaf) for field in FIELDS for leaf in leaves([getattr(report, field)])]
+        return [
+            framework.numpy(leaf) for field in FIELDS for leaf in leaves([getattr(report, field)])
+        ]
 
     for late, early in zip(shown(late=True), shown(late=False), strict=True):
         np.testing.assert_array_equal(late, early)
@@ -203,7 +276,10 @@ def test_it_shows_the_values_of_its_step(framework: Framework, name: str, in_pla
 
 @pytest.mark.only("numpy", "torch")
 def test_a_limit_that_is_changed_later(framework: Framework) -> None:
-    """A limit that is an array is taken by its value at the step; the next step sees another one."""
+    """A limit that is an array is taken by its value at the step.
+
+    The next step sees another one.
+    """
     for make in (uc.by_norm, uc.by_global_norm):
         limit = framework.array(2.0)
         rule = make(limit)
@@ -234,11 +310,16 @@ def test_reports_of_jax_are_trees_of_one_kind() -> None:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(copied)]
     assert paths == [".norms['a']", ".limits['a']", ".factors['a']", ".clipped", ".finite"]
     jax.jit(clipper := uc.Clipper(uc.by_norm(1.0)))([jnp.ones(3)])
-    assert (str(clipper.report), clipper.logs()) == ("traced: the values are known when the program runs", {})
+    assert (str(clipper.report), clipper.logs()) == (
+        "traced: the values are known when the program runs",
+        {},
+    )
 
 
 def test_a_report_of_classes(framework: Framework) -> None:
-    """The fields of a report have the form of the gradients, and are read as they are, also in a copy."""
+    """The fields of a report have the form of the gradients, and are read as they are,
+    also in a copy.
+    """
     rows: list[dict[str, Any]] = []
     tree = Pair(framework.array([3.0]), framework.array([4.0]))
     for one in (report := uc.clip(tree, uc.by_norm(1.0))[1], copy.copy(report)):
@@ -254,10 +335,23 @@ def test_a_report_of_a_class_of_ones_own() -> None:
 
     class Own(uc.Report):
         def __init__(self, norm: float) -> None:
-            given = uc.Report(np.float64(norm), np.float64(1.0), np.float64(0.5), finite=np.bool_(True))
-            self.norms, self.limits, self.factors, self.clipped, self.finite, self.skipped, self.thresholds = given
+            given = uc.Report(
+                np.float64(norm), np.float64(1.0), np.float64(0.5), finite=np.bool_(True)
+            )
+            (
+                self.norms,
+                self.limits,
+                self.factors,
+                self.clipped,
+                self.finite,
+                self.skipped,
+                self.thresholds,
+            ) = given
 
     rows: list[dict[str, Any]] = []
     with insight.Recorder(rows.append) as record:
         record(Own(2.0))
-    assert {name: rows[0][name] for name in ("clip/norm", "clip/factor")} == {"clip/norm": 2.0, "clip/factor": 0.5}
+    assert {name: rows[0][name] for name in ("clip/norm", "clip/factor")} == {
+        "clip/norm": 2.0,
+        "clip/factor": 0.5,
+    }

@@ -1,4 +1,6 @@
-"""What clipping takes beside its result: memory, calls, and reads by the host, which waits for an accelerator."""
+"""What clipping takes beside its result: memory, calls, and reads by the host,
+which waits for an accelerator.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MIB = 2**20
 
 
 def on_the_host(call: Callable[[], Any]) -> int:
-    """Return how many bytes Python and NumPy hold at most while a function runs, beyond what was held before."""
+    """Return how many bytes Python and NumPy hold at most while a function runs,
+    beyond what was held before.
+    """
     tracemalloc.start()
     result = call()
     most = tracemalloc.get_traced_memory()[1]
@@ -42,8 +46,12 @@ def in_torch(call: Callable[[], Any]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         host = on_the_host(call)
-    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    events = [
+        event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    held = np.cumsum(
+        [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    )
     return host + max(held, default=0)
 
 
@@ -59,24 +67,39 @@ def test_the_peak_of_torch() -> None:
 @pytest.mark.only("numpy", "torch", "tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
 def test_memory(framework: Framework, dtype: str) -> None:
-    """Measuring, clipping below the limit, and in place take little; above it there is one copy, in its own dtype."""
+    """Measuring, clipping below the limit, and in place take little.
+
+    Above it there is one copy, in its own dtype.
+    """
     peak = in_torch if framework.name == "torch" else on_the_host
-    little, size = {"complex64": 2, "float16": 1.5}.get(dtype, 1) * MIB, 4_000_001 * np.dtype(dtype).itemsize
+    little, size = (
+        {"complex64": 2, "float16": 1.5}.get(dtype, 1) * MIB,
+        4_000_001 * np.dtype(dtype).itemsize,
+    )
     assert size > 5 * little
     held = 0 if framework.name == "tensorflow" else size  # TensorFlow's own memory is not looked at
 
     def grads(nan: bool = False) -> list[Any]:
         values = np.full(2_000_001, 0.25)
         values[7] = np.nan if nan else 0.25
-        return [framework.array(values, dtype), *(framework.array(values[8:200_008], dtype) for _ in range(10))]
+        return [
+            framework.array(values, dtype),
+            *(framework.array(values[8:200_008], dtype) for _ in range(10)),
+        ]
 
-    uc.clip(framework.array(np.ones((9, 9)), dtype), uc.by_norm(1.0))  # some modules are imported at the first call
+    # Some modules are imported at the first call.
+    uc.clip(framework.array(np.ones((9, 9)), dtype), uc.by_norm(1.0))
     for make in (uc.by_global_norm, uc.by_norm):
         given, below, above = grads(), make(1e9), make(1e-3)
-        found = {"norm": peak(lambda: uc.global_norm(given)), "below": peak(lambda: uc.clip(given, below))}
+        found = {
+            "norm": peak(lambda: uc.global_norm(given)),
+            "below": peak(lambda: uc.clip(given, below)),
+        }
         assert held <= peak(lambda: uc.clip(given, above)) < held + little
         if framework.writes:
-            found |= {f"{rule}, in place": peak(lambda: uc.clip_(given, rule)) for rule in (below, above)}
+            found |= {
+                f"{rule}, in place": peak(lambda: uc.clip_(given, rule)) for rule in (below, above)
+            }
             given, zero = grads(nan=True), make(1e-3, nonfinite="zero")
             assert (
                 peak(lambda: uc.clip_(given, zero)) < 2 * size + 3 * little
@@ -87,7 +110,9 @@ def test_memory(framework: Framework, dtype: str) -> None:
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("scope", ["leaves", "rows"])
 def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
-    """A sum of 0 is told from underflow by looking at bits: nothing is copied into float64, as what underflows is."""
+    """A sum of 0 is told from underflow by looking at bits: nothing is copied into float64,
+    as what underflows is.
+    """
     peak, shape = (in_torch if framework.name == "torch" else on_the_host), (100, 20_000)
     rule = uc.by_norm(1e9, axis=None if scope == "leaves" else -1)
     values = np.random.default_rng(0).standard_normal(shape)
@@ -98,7 +123,8 @@ def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
         return [framework.array(some), *([framework.array(other)] if scope == "leaves" else [])]
 
     healthy, zero, tiny = (
-        min(peak(lambda: uc.clip(given, rule)) for _ in range(2)) for given in map(grads, (1.0, 0.0, 1e-30))
+        min(peak(lambda: uc.clip(given, rule)) for _ in range(2))
+        for given in map(grads, (1.0, 0.0, 1e-30))
     )
     copied = 10 * shape[1] * 4 if scope == "rows" else 0  # the rows of zeros, to look at their bits
     assert zero < healthy + copied + 2**18
@@ -108,7 +134,9 @@ def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("donate", [False, True])
 def test_memory_in_jit(donate: bool) -> None:
-    """In compiled code there is little beside the result, and where gradients are given away none for the result."""
+    """In compiled code there is little beside the result,
+    and where gradients are given away none for the result.
+    """
     import jax
 
     leaf = jax.ShapeDtypeStruct((3_000_001,), "float32")
@@ -123,11 +151,17 @@ def rule_and_arrays(framework: Framework, name: str) -> tuple[Any, Any, list[Any
     """Return a rule of a name, parameters, and gradients: usual ones, a spike, NaN, zeros."""
     arrays = partial(mapped, partial(framework.array, dtype=framework.default_float))
     made = rules.steps()
-    return rules.every_rule(uc)[name], arrays(rules.params()), [arrays(made[step]) for step in (0, 1, 6, 8, 9)]
+    return (
+        rules.every_rule(uc)[name],
+        arrays(rules.params()),
+        [arrays(made[step]) for step in (0, 1, 6, 8, 9)],
+    )
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
-@pytest.mark.parametrize("name", ["by_global_norm", "by_norm", "by_value", "zclip", "adagc", "chain", "agc", "skip"])
+@pytest.mark.parametrize(
+    "name", ["by_global_norm", "by_norm", "by_value", "zclip", "adagc", "chain", "agc", "skip"]
+)
 def test_gradients_die(framework: Framework, name: str) -> None:
     """Rule, holder, state and report keep no gradient alive, nor what was returned."""
     rule, params, steps = rule_and_arrays(framework, name)
@@ -176,7 +210,11 @@ def operations(framework: Framework, function: Callable[[], Any]) -> int:
         import tensorflow as tf
 
         graph = tf.function(function, autograph=False).get_concrete_function().graph
-        return sum(len(g.get_operations()) for g in [graph, *graph._functions.values()] if hasattr(g, "get_operations"))
+        return sum(
+            len(g.get_operations())
+            for g in [graph, *graph._functions.values()]
+            if hasattr(g, "get_operations")
+        )
     return calls(function)
 
 
@@ -196,7 +234,10 @@ LINEAR = {
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear(framework: Framework, name: str) -> None:
-    """Four times as many leaves take four times as much work, or less; eager, in place, or in a trace."""
+    """Four times as many leaves take four times as much work, or less.
+
+    Eager, in place, or in a trace.
+    """
     rule, many = LINEAR[name], 40 if framework.name in {"numpy", "torch"} else 4
 
     def work(count: int) -> int:
@@ -217,17 +258,29 @@ def test_linear(framework: Framework, name: str) -> None:
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_the_device_refuses(framework: Framework) -> None:
     """Each way to read an array is an error on what stands for an accelerator."""
-    for read in (bool, float, int, lambda array: np.asarray(array), lambda array: (array > 0) and array):
+    for read in (
+        bool,
+        float,
+        int,
+        lambda array: np.asarray(array),
+        lambda array: (array > 0) and array,
+    ):
         with pytest.raises(AssertionError, match="the host reads"), DEVICES[framework.name]():
             read(framework.array(1.0))
 
 
 NOT_FINITE = 3
-"""The step whose limit is not compared: what a percentile is beside a norm of NaN, frameworks sort differently."""
+"""The step whose limit is not compared: what a percentile is beside a norm of NaN,
+frameworks sort differently.
+"""
 
 
-def stepped(framework: Framework, name: str, place: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
-    """Return what a rule returns of some steps, functionally and in place, where arrays may say they are elsewhere."""
+def stepped(
+    framework: Framework, name: str, place: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Any:
+    """Return what a rule returns of some steps, functionally and in place,
+    where arrays may say they are elsewhere.
+    """
     rule, params, steps = rule_and_arrays(framework, name)
     before, kept = [mapped(lambda leaf: leaf + 0, step) for step in steps], []
     with place():
@@ -249,33 +302,45 @@ def check_no_reads(framework: Framework, name: str) -> None:
     wanted = stepped(framework, name)
     found = stepped(framework, name, DEVICES[framework.name])
     for (path, one), (_, other) in zip(walk(found), walk(wanted), strict=True):
-        values = [np.asarray(x) if isinstance(x, (bool, int, float)) else framework.numpy(x) for x in (one, other)]
+        values = [
+            np.asarray(x) if isinstance(x, (bool, int, float)) else framework.numpy(x)
+            for x in (one, other)
+        ]
         np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-7, err_msg=str(path))
 
 
 @pytest.mark.only("torch", "tensorflow")
 @pytest.mark.parametrize("name", rules.every_rule(uc))
 def test_no_reads(framework: Framework, name: str) -> None:
-    """On an accelerator no rule reads an array, functionally or in place, and the results are those on the CPU."""
+    """On an accelerator no rule reads an array, functionally or in place,
+    and the results are those on the CPU.
+    """
     check_no_reads(framework, name)
 
 
 @pytest.mark.only("jax")
-@pytest.mark.parametrize("name", ["by_global_norm", "by_norm", "agc", "adagc", "zclip", "skip", "zero", "autoclip"])
+@pytest.mark.parametrize(
+    "name", ["by_global_norm", "by_norm", "agc", "adagc", "zclip", "skip", "zero", "autoclip"]
+)
 def test_no_reads_in_jax(framework: Framework, name: str) -> None:
     """So it is outside of jit, with fewer rules, since each operation is compiled."""
     check_no_reads(framework, name)
 
 
 def clip_params(way: str, rule: Any, params: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Clip the gradients of parameters as PyTorch's users do; return those that are there, and what a report says."""
+    """Clip the gradients of parameters as PyTorch's users do.
+
+    Return those that are there, and what a report says.
+    """
     from torch.optim import SGD
 
     from uniclip.integrations.torch import attach, clip_grad_norm_
 
     grads = [param.grad for param in params]
     if way == "drop-in":
-        return [grad for grad in grads if grad is not None], [clip_grad_norm_(params, rule.limit.value)]
+        return [grad for grad in grads if grad is not None], [
+            clip_grad_norm_(params, rule.limit.value)
+        ]
     if way == "attach":
         handle = attach(SGD(params, lr=0.0), rule)
         handle.optimizer.step()
@@ -294,7 +359,9 @@ def clip_params(way: str, rule: Any, params: list[Any]) -> tuple[list[Any], list
 @pytest.mark.parametrize("values", [[3.0, 4.0], [0.0, 0.0], [3.0, math.nan], [math.inf, 4.0]])
 @pytest.mark.parametrize("way", ["clip", "clip_", "drop-in", "attach"])
 def test_no_reads_of_one_norm(way: str, values: list[float], limit: float) -> None:
-    """Nothing reads the norm that most programs clip by, and what comes of it is what comes of it on the CPU."""
+    """Nothing reads the norm that most programs clip by,
+    and what comes of it is what comes of it on the CPU.
+    """
     import torch
 
     def made() -> list[Any]:
@@ -314,13 +381,17 @@ def test_no_reads_of_one_norm(way: str, values: list[float], limit: float) -> No
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", rules.every_rule(uc))
 def test_meta(name: str) -> None:
-    """Tensors without values go through every rule, functionally and in place, with their shapes and dtypes."""
+    """Tensors without values go through every rule, functionally and in place,
+    with their shapes and dtypes.
+    """
     import torch
 
     torch_here = EAGER["torch"][0]()
     rule, params, steps = rule_and_arrays(torch_here, name)
     to_meta = lambda tree: mapped(lambda leaf: leaf.to("meta"), tree)
-    kinds = lambda tree: [(leaf.shape, leaf.dtype, leaf.device.type) for leaf in leaves(tree) if is_tensor(leaf)]
+    kinds = lambda tree: [
+        (leaf.shape, leaf.dtype, leaf.device.type) for leaf in leaves(tree) if is_tensor(leaf)
+    ]
     is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)
     state, grads = rule.init(to_meta(params)), to_meta(steps[0])
     clipped, after, report = rule.update(grads, state, to_meta(params), loss=1.0)

@@ -1,4 +1,7 @@
-"""Rules: the numbers of their papers, rules of rules, and what is one's own; drawn rules are those of the fuzz."""
+"""Rules: the numbers of their papers, rules of rules, and what is one's own.
+
+Drawn rules are those of the fuzz.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,18 @@ from record import taken
 
 import uniclip as uc
 from kit.frameworks import Framework
-from kit.rules import LOSSES, double, every_rule, falling, first_key, half, only_w, params, root, steps
+from kit.rules import (
+    LOSSES,
+    double,
+    every_rule,
+    falling,
+    first_key,
+    half,
+    only_w,
+    params,
+    root,
+    steps,
+)
 from kit.trees import EPS, close, close_trees, leaves, mapped
 from uniclip.config import from_config, to_config
 
@@ -46,18 +60,25 @@ def once(uc: ModuleType) -> dict[str, Once]:
     sizes = [1.0, math.sqrt(50), math.sqrt(70), 1.0]
     return {
         "smooth, SPECTRA": Once(
-            uc.by_global_norm(10.0, curve=uc.curves.smooth), [[6.0, 8.0]], [[0.6 * 7.07107, 0.8 * 7.07107]]
+            uc.by_global_norm(10.0, curve=uc.curves.smooth),
+            [[6.0, 8.0]],
+            [[0.6 * 7.07107, 0.8 * 7.07107]],
         ),
         "to_global_norm": Once(uc.to_global_norm(1.0), [[3e-4, 4e-4], [0.0]], [[0.6, 0.8], [0.0]]),
         "agc of rows": Once(uc.agc(axis=1), [grads], [rows], [weights]),
         "agc of columns": Once(uc.agc(axis=0), [grads], [np.full((2, 2), 0.00707107)], [weights]),
         "agc of weights at 0": Once(uc.agc(0.1), [[3.0, 4.0]], [[6e-5, 8e-5]], [[0.0, 0.0]]),
         "cowclip": Once(
-            uc.cowclip(np.asarray([2.0, 1.0])), [[[30.0, 40.0], [0.3, 0.4]]], [[[6.0, 8.0], [0.3, 0.4]]],
+            uc.cowclip(np.asarray([2.0, 1.0])),
+            [[[30.0, 40.0], [0.3, 0.4]]],
+            [[[6.0, 8.0], [0.3, 0.4]]],
             [[[3.0, 4.0], [0.0, 1.0]]],
         ),
         "larc": Once(
-            uc.larc(0.1, weight_decay=0.5), [[30.0, 40.0], [7.0]], [[30 / 52.5, 40 / 52.5], [7.0]], [[3.0, 4.0], [0.0]]
+            uc.larc(0.1, weight_decay=0.5),
+            [[30.0, 40.0], [7.0]],
+            [[30 / 52.5, 40 / 52.5], [7.0]],
+            [[3.0, 4.0], [0.0]],
         ),
         "by_example_norm": Once(
             uc.by_example_norm(1.0), examples, [(np.asarray(leaf).T / sizes).T for leaf in examples]
@@ -66,12 +87,16 @@ def once(uc: ModuleType) -> dict[str, Once]:
             uc.by_example_layer_norm(2**0.5), [[[3.0, 4.0]], [[0.5]]], [[[0.6, 0.8]], [[0.5]]]
         ),
         "by_example_layer_norm, by size": Once(
-            uc.by_example_layer_norm(3.0, by_size=True), [[[6, 8]], [[5]]], [[[0.6 * 6**0.5, 0.8 * 6**0.5]], [[3**0.5]]]
+            uc.by_example_layer_norm(3.0, by_size=True),
+            [[[6, 8]], [[5]]],
+            [[[0.6 * 6**0.5, 0.8 * 6**0.5]], [[3**0.5]]],
         ),
         "AUTO-S": Once(uc.auto_s(), [[[0.6, 0.8]]], [[[0.6 * 0.9901, 0.8 * 0.9901]]]),
         "NSGD": Once(uc.auto_s(gamma=1.0), [[[0.6, 0.8]]], [[[0.3, 0.4]]]),
-        "PSAC": Once(uc.psac(), [[[0.6, 0.8], [6.0, 8.0]]], [[[0.55, 0.733333], [0.599407, 0.799209]]]),
-    }  # fmt: skip
+        "PSAC": Once(
+            uc.psac(), [[[0.6, 0.8], [6.0, 8.0]]], [[[0.55, 0.733333], [0.599407, 0.799209]]]
+        ),
+    }
 
 
 class Steps(NamedTuple):
@@ -88,18 +113,32 @@ def many(uc: ModuleType) -> dict[str, Steps]:
     zclip = functools.partial(uc.zclip, 2.0, warmup=2)
     quantile = functools.partial(uc.by_example_quantile, start=1.0)
     return {
-        "schedule": Steps(uc.by_global_norm(uc.limits.Schedule(falling)), [50, 50, 50, 50], [5, 3, 2, 1.5]),
+        "schedule": Steps(
+            uc.by_global_norm(uc.limits.Schedule(falling)), [50, 50, 50, 50], [5, 3, 2, 1.5]
+        ),
         "autoclip": Steps(uc.autoclip(window=5), [1, 2, 3, 4], [1, 1.1, 1.2, 1.3]),
         "autoclip, window": Steps(uc.autoclip(50, window=3), [1, 5, 3, 9, 2], [1, 3, 3, 5, 2]),
-        "percentile_clipping": Steps(uc.percentile_clipping(25, 4), [5, 1, 9, 9, 9], [5, 1, 5, 5, 9]),
-        "zclip": Steps(zclip(), [0.5, 1.5, 3, 2.05], [0.5, 1.5, 1.500001, mean + 4 * variance / (2.05 - mean)]),
-        "zclip to the mean": Steps(zclip(target="mean"), [0.5, 1.5, 3, 1.4, 3], [0.5, 1.5, 1, 1.4, 1.012]),
-        "zclip to the threshold": Steps(zclip(target="threshold"), [0.5, 1.5, 3, 3], [0.5, 1.5, 2, 2.070628]),
+        "percentile_clipping": Steps(
+            uc.percentile_clipping(25, 4), [5, 1, 9, 9, 9], [5, 1, 5, 5, 9]
+        ),
+        "zclip": Steps(
+            zclip(), [0.5, 1.5, 3, 2.05], [0.5, 1.5, 1.500001, mean + 4 * variance / (2.05 - mean)]
+        ),
+        "zclip to the mean": Steps(
+            zclip(target="mean"), [0.5, 1.5, 3, 1.4, 3], [0.5, 1.5, 1, 1.4, 1.012]
+        ),
+        "zclip to the threshold": Steps(
+            zclip(target="threshold"), [0.5, 1.5, 3, 3], [0.5, 1.5, 2, 2.070628]
+        ),
         "zclip, factor": Steps(zclip(clip_factor=0.5), [0.5, 1.5, 3], [0.5, 1.5, 0.75]),
-        "zclip, no update": Steps(zclip(skip_update_on_spike=True), [0.5, 1.5, 3, 3], [0.5, 1.5, 1.500001, 1.500001]),
+        "zclip, no update": Steps(
+            zclip(skip_update_on_spike=True), [0.5, 1.5, 3, 3], [0.5, 1.5, 1.500001, 1.500001]
+        ),
         "log_zscore": Steps(uc.log_zscore(), [1, 2, 1, 2, 1, 2, 50], [1, 2, 1, 2, 1, 2, 2.353547]),
         "log_zscore of zeros": Steps(uc.log_zscore(), [0, 0, 1000], [0, 0, 1000]),
-        "skip_spikes": Steps(uc.skip_spikes(window=4), [1, 1.1, 0.9, 50, 1, 50], [1, 1.1, 0.9, 0, 1, 50]),
+        "skip_spikes": Steps(
+            uc.skip_spikes(window=4), [1, 1.1, 0.9, 50, 1, 50], [1, 1.1, 0.9, 0, 1, 50]
+        ),
         "adagc": Steps(uc.Rule(uc.limits.Ema(1.05, 0.98)), [1, 2, 2], [1, 1.05, 1.05 * 1.001]),
         "adagc of zeros": Steps(uc.adagc(warmup=1), [0, 0, 3, 9], [0, 0, 3, 3.15]),
         "adagc, warm-up": Steps(uc.adagc(warmup=2, warmup_norm=0.5), [2, 0.4, 9], [0.5, 0.4, 0.42]),
@@ -137,7 +176,9 @@ def test_numbers_of_papers_for_many_steps(framework: Framework, name: str) -> No
 @pytest.mark.only("strict", "mlx", "torch", "tensorflow")
 @pytest.mark.parametrize("name", [name for name in RULES if name != "agc, units"])
 def test_every_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
-    """Twelve steps, of a spike, NaN and zeros too, whose results on NumPy are on record; units differ in PyTorch."""
+    """Twelve steps, of a spike, NaN and zeros too, whose results on NumPy are on record;
+    units differ in PyTorch.
+    """
     make, rule = lambda tree: mapped(framework.array, tree), RULES[name]
     weights = make(params("float32"))
     state = rule.init(weights)
@@ -153,7 +194,10 @@ def test_every_rule_does_what_it_does_on_numpy(framework: Framework, name: str) 
 def test_a_unit_follows_the_framework(framework: Framework) -> None:
     """The output axis is the first in PyTorch and the last elsewhere; a vector is one unit."""
     matrix = np.random.default_rng(1).standard_normal((4, 3)).astype("float32")
-    grads, axes = [framework.array(matrix), framework.array([3, 4])], (1,) if framework.family == "PyTorch" else (0,)
+    grads, axes = (
+        [framework.array(matrix), framework.array([3, 4])],
+        (1,) if framework.family == "PyTorch" else (0,),
+    )
     [clipped, bias], _ = uc.clip(grads, uc.Rule(0.3, scope=uc.scopes.unit()))
     sizes = np.linalg.norm(matrix, axis=axes, keepdims=True)
     close(framework, clipped, matrix * np.minimum(1, 0.3 / sizes), ulps=8)
@@ -165,25 +209,57 @@ def test_a_unit_follows_the_framework(framework: Framework) -> None:
 
 def test_groups(framework: Framework) -> None:
     """Leaves of equal label share a norm and a limit of their own, one that remembers too."""
-    make, number = lambda tree: mapped(framework.array, tree), lambda array: float(framework.numpy(array))
-    grads = {"a": [np.asarray([3.0]), np.asarray([4.0])], "b": np.asarray([12.0]), "c": np.asarray([7.0])}
-    clipped, report = uc.clip(make(grads), uc.by_group_norm({"a": 1.0, "b": 6.0, "c": math.inf}, first_key))
-    wanted = {"a": [np.asarray([0.6]), np.asarray([0.8])], "b": np.asarray([6.0]), "c": np.asarray([7.0])}
+    make, number = (
+        lambda tree: mapped(framework.array, tree),
+        lambda array: float(framework.numpy(array)),
+    )
+    grads = {
+        "a": [np.asarray([3.0]), np.asarray([4.0])],
+        "b": np.asarray([12.0]),
+        "c": np.asarray([7.0]),
+    }
+    clipped, report = uc.clip(
+        make(grads), uc.by_group_norm({"a": 1.0, "b": 6.0, "c": math.inf}, first_key)
+    )
+    wanted = {
+        "a": [np.asarray([0.6]), np.asarray([0.8])],
+        "b": np.asarray([6.0]),
+        "c": np.asarray([7.0]),
+    }
     close_trees(framework, clipped, wanted, 1e-6)
-    assert {label: number(norm) for label, norm in report.norms.items()} == {"a": 5, "b": 12, "c": 7}
-    rule = uc.by_group_norm({"a": uc.limits.Ema(2.0, 0.0), "b": uc.limits.Relative(0.5), "c": 1.0}, first_key)
+    assert {label: number(norm) for label, norm in report.norms.items()} == {
+        "a": 5,
+        "b": 12,
+        "c": 7,
+    }
+    rule = uc.by_group_norm(
+        {"a": uc.limits.Ema(2.0, 0.0), "b": uc.limits.Relative(0.5), "c": 1.0}, first_key
+    )
     state = rule.init(make(grads))
     for factor in (10, 100):
         some = {**grads, "a": [factor * leaf for leaf in grads["a"]]}
-        _, state, report = rule.update(make(some), state, params=make({**grads, "b": np.asarray([8.0])}))
+        _, state, report = rule.update(
+            make(some), state, params=make({**grads, "b": np.asarray([8.0])})
+        )
     assert [number(report.limits[label]) for label in "abc"] == pytest.approx([100.0, 4.0, 1.0])
 
 
 def test_a_limit_for_each_norm(framework: Framework) -> None:
-    """A limit is one number, of integers too, or one for each norm; other shapes are not broadcast."""
+    """A limit is one number, of integers too, or one for each norm.
+
+    Other shapes are not broadcast.
+    """
     grads = framework.array([[3.0, 4.0], [6.0, 8.0]])
-    close(framework, uc.clip_by_norm(grads, framework.array([1.0, 2.0]), axis=1), [[0.6, 0.8], [1.2, 1.6]])
-    close(framework, uc.clip(grads[1, ...], uc.by_global_norm(framework.array(5, "int32")))[0], [3.0, 4.0])
+    close(
+        framework,
+        uc.clip_by_norm(grads, framework.array([1.0, 2.0]), axis=1),
+        [[0.6, 0.8], [1.2, 1.6]],
+    )
+    close(
+        framework,
+        uc.clip(grads[1, ...], uc.by_global_norm(framework.array(5, "int32")))[0],
+        [3.0, 4.0],
+    )
     with pytest.raises(ValueError, match=r"\(2,\)"):
         uc.clip_by_global_norm(grads, framework.array([1.0, 2.0]))
 
@@ -201,17 +277,30 @@ def test_a_known_norm(framework: Framework) -> None:
 
 
 def test_bounds_of_entries(framework: Framework) -> None:
-    """Bounds are numbers or arrays, symmetric or not; one that a dtype cannot hold does not bind."""
+    """Bounds are numbers or arrays, symmetric or not.
+
+    One that a dtype cannot hold does not bind.
+    """
     grads = framework.array([[-3.0, 0.5, 3.0]])
     low, high = framework.array([-2.0, 0.0, 0.0]), framework.array([0.0, 0.25, 9.0])
-    for least, most, wanted in ((-1, 2, [[-1, 0.5, 2]]), (0.0, math.inf, [[0, 0.5, 3]]), (low, high, [[-2, 0.25, 3]])):
-        for clipped in (uc.clip_by_value(grads, least, most), uc.clip(grads, uc.by_value(least, most))[0]):
+    for least, most, wanted in (
+        (-1, 2, [[-1, 0.5, 2]]),
+        (0.0, math.inf, [[0, 0.5, 3]]),
+        (low, high, [[-2, 0.25, 3]]),
+    ):
+        for clipped in (
+            uc.clip_by_value(grads, least, most),
+            uc.clip(grads, uc.by_value(least, most))[0],
+        ):
             np.testing.assert_array_equal(framework.numpy(clipped), wanted)
     clipped = uc.clip_by_value(framework.array([math.nan, 5.0]), -1, 1)
     np.testing.assert_array_equal(framework.numpy(clipped), [math.nan, 1])
     for dtype in {"float16", "bfloat16"} & set(framework.dtypes):
         clipped = uc.clip_by_value(framework.array([-300.0, 3.0], dtype), -1e6, 2)
-        assert (framework.numpy(clipped).astype("float32").tolist(), framework.dtype(clipped)) == ([-300.0, 2.0], dtype)
+        assert (framework.numpy(clipped).astype("float32").tolist(), framework.dtype(clipped)) == (
+            [-300.0, 2.0],
+            dtype,
+        )
 
 
 @on_numpy
@@ -219,14 +308,21 @@ def test_bounds_of_integers() -> None:
     """A bound that the integers of the gradient cannot hold does not bind."""
     for bound in (300, np.asarray(300), np.asarray([300, 300])):
         assert uc.clip_by_value(np.asarray([1, 100], "int8"), -1, bound).tolist() == [1, 100]
-    assert uc.clip_by_value(np.asarray([1, 200, 255], "uint8"), np.asarray(-5), 254).tolist() == [1, 200, 254]
+    assert uc.clip_by_value(np.asarray([1, 200, 255], "uint8"), np.asarray(-5), 254).tolist() == [
+        1,
+        200,
+        254,
+    ]
 
 
 # --- Rules of rules
 
 
 def test_a_chain(framework: Framework) -> None:
-    """Rules and functions run one after the other; the report has the norms that each of them saw."""
+    """Rules and functions run one after the other.
+
+    The report has the norms that each of them saw.
+    """
     rule = uc.chain(double, uc.by_norm(4.0), uc.by_global_norm(1.0))
     clipped, report = uc.clip([framework.array([3.0]), framework.array([0.5])], rule)
     close_trees(framework, clipped, [np.asarray([4 / 17**0.5]), np.asarray([1 / 17**0.5])], 1e-6)
@@ -237,7 +333,9 @@ def test_a_chain(framework: Framework) -> None:
 
 
 def test_a_chain_remembers_together(framework: Framework) -> None:
-    """A step that one rule finds not finite, or skips, teaches the others nothing: not the zeros that it returns."""
+    """A step that one rule finds not finite, or skips, teaches the others nothing:
+    not the zeros that it returns.
+    """
     spikes = uc.skip_spikes(window=9, warmup=3)
     for first, norms, wanted in (
         (uc.by_global_norm(1.0, nonfinite="skip"), (0.5, math.nan, 0.7), [0.5, 0.0, 0.6]),
@@ -253,13 +351,24 @@ def test_a_chain_remembers_together(framework: Framework) -> None:
 
 
 def test_masked(framework: Framework) -> None:
-    """What is left out comes back as it is and is part of no norm; any rule or function can be masked."""
-    grads = {"b": framework.array([math.nan]), "none": None, "w": [framework.array([3.0]), framework.array([4.0])]}
+    """What is left out comes back as it is and is part of no norm.
+
+    Any rule or function can be masked.
+    """
+    grads = {
+        "b": framework.array([math.nan]),
+        "none": None,
+        "w": [framework.array([3.0]), framework.array([4.0])],
+    }
     clipped, report = uc.clip(grads, uc.masked(uc.by_global_norm(1.0, nonfinite="skip"), only_w))
     close_trees(framework, clipped["w"], [np.asarray([0.6]), np.asarray([0.8])], 1e-6)
     assert np.isnan(framework.numpy(clipped["b"])).all()
-    assert (float(framework.numpy(report.norms)), bool(framework.numpy(report.finite))) == (5.0, True)
-    assert report.skipped is None  # the optimizer takes the step of the other leaves whatever happens
+    assert (float(framework.numpy(report.norms)), bool(framework.numpy(report.finite))) == (
+        5.0,
+        True,
+    )
+    # The optimizer takes the step of the other leaves whatever happens.
+    assert report.skipped is None
     clipped, _ = uc.clip(grads, uc.masked(double, only_w))
     assert [framework.numpy(leaf).item() for leaf in clipped["w"]] == [6.0, 8.0]
     rule = uc.masked(uc.chain(uc.zclip(warmup=2), uc.by_norm(1.0)), only_w)
@@ -269,10 +378,14 @@ def test_masked(framework: Framework) -> None:
 
 @on_numpy
 def test_a_mask_of_nothing_teaches_nothing() -> None:
-    """Where no leaf is left, gradients and state stay as they are, as in a step without gradients."""
+    """Where no leaf is left, gradients and state stay as they are,
+    as in a step without gradients.
+    """
     for name, rule in many(uc).items():
         nothing = uc.masked(rule.rule, lambda path, leaf: False)
-        clipped, _, report = nothing.update([np.asarray([[9.0]])], nothing.init([np.asarray([[1.0]])]))
+        clipped, _, report = nothing.update(
+            [np.asarray([[9.0]])], nothing.init([np.asarray([[1.0]])])
+        )
         assert clipped[0].item() == 9.0, name
         assert leaves([report.norms]) == [], name
 
@@ -286,16 +399,25 @@ class Negate:
         """Return no state."""
         return ()
 
-    def update(self, grads: Any, state: Any, params: Any = None, all_reduce: Any = None, **others: Any) -> Any:
+    def update(
+        self, grads: Any, state: Any, params: Any = None, all_reduce: Any = None, **others: Any
+    ) -> Any:
         """Negate the gradients of a dict."""
         assert set(others) <= {"in_place", "loss", "shared"}
-        return {key: grad if grad is None else -grad for key, grad in grads.items()}, state, uc.Report()
+        return (
+            {key: grad if grad is None else -grad for key, grad in grads.items()},
+            state,
+            uc.Report(),
+        )
 
 
 def test_own_rules_in_chains_and_masks(framework: Framework) -> None:
     """They get the gradients as they are, whatever ran before, and what they return goes on."""
     own = Negate()
-    grads, of_b = {"a": framework.array([3.0]), "b": framework.array([4.0])}, lambda path, leaf: path == ("b",)
+    grads, of_b = (
+        {"a": framework.array([3.0]), "b": framework.array([4.0])},
+        lambda path, leaf: path == ("b",),
+    )
     rule = uc.chain(uc.by_norm(9.0), own, uc.masked(own, of_b), uc.by_global_norm(1.0))
     clipped, report = uc.clip(grads, uc.chain(rule))
     close_trees(framework, clipped, {"a": np.asarray([-0.6]), "b": np.asarray([0.8])}, 1e-6)
@@ -303,7 +425,9 @@ def test_own_rules_in_chains_and_masks(framework: Framework) -> None:
 
 
 class Around:
-    """A rule of one's own around another one, with memory and without all that uniclip's rules have."""
+    """A rule of one's own around another one, with memory and without all that uniclip's
+    rules have.
+    """
 
     memory = True
 
@@ -329,18 +453,27 @@ class Twice(uc.Rule):
 
 
 def test_own_rules_take_their_own_steps(framework: Framework) -> None:
-    """A holder calls what a rule has, also that of a class made of uniclip's, and asks no more of it."""
+    """A holder calls what a rule has, also that of a class made of uniclip's,
+    and asks no more of it.
+    """
     own = uc.Clipper(Around())
     clipped = [own({"a": framework.array([norm])})["a"] for norm in (1.0, 1.0, 99.0)]
     assert [float(framework.numpy(grad)[0]) for grad in clipped] == [1.0, 1.0, 1.0]
-    close_trees(framework, uc.Clipper(Twice(1.0))({"a": framework.array([5.0])}), {"a": np.asarray([2.0])}, 1e-6)
+    close_trees(
+        framework,
+        uc.Clipper(Twice(1.0))({"a": framework.array([5.0])}),
+        {"a": np.asarray([2.0])},
+        1e-6,
+    )
 
 
 # --- Functions, limits and curves of one's own
 
 
 def test_a_function(framework: Framework) -> None:
-    """Any function of one gradient array is a rule, called once for each array, and absent ones stay absent."""
+    """Any function of one gradient array is a rule, called once for each array,
+    and absent ones stay absent.
+    """
     calls, shared = [], framework.array([4.0])
     grads = {"a": shared, "b": [shared, None], "c": framework.array([[8.0]])}
     clipped, report = uc.clip(grads, lambda grad: calls.append(1) or grad / 2)
@@ -366,11 +499,16 @@ class Tenth(uc.Limit):
 
 @dataclass(frozen=True)
 class Share(uc.Limit):
-    """A limit of one's own that looks at all norms: their mean times the number of leaves over the largest."""
+    """A limit of one's own that looks at all norms:
+    their mean times the number of leaves over the largest.
+    """
 
     def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> tuple[Any, Any]:
         """Return one limit for all norms of all shapes."""
-        total, largest = context.total(lambda one: one.norms), context.largest(lambda one: one.norms)
+        total, largest = (
+            context.total(lambda one: one.norms),
+            context.largest(lambda one: one.norms),
+        )
         return total / largest / context.count, state
 
 
@@ -396,10 +534,17 @@ class Previous(uc.Limit):
 
 
 def test_a_limit_that_compares_with_parameters(framework: Framework) -> None:
-    """Parameters are measured by the rule's scope and norm; those of absent gradients are left out."""
+    """Parameters are measured by the rule's scope and norm.
+
+    Those of absent gradients are left out.
+    """
     rule = uc.Rule(Tenth(), scope=uc.scopes.each_leaf)
     grads = {"b": [framework.array([0.1])], "frozen": None, "w": framework.array([3.0, 4.0])}
-    weights = {"b": [framework.array([5.0])], "frozen": framework.array([7.0]), "w": framework.array([0.0, 10.0])}
+    weights = {
+        "b": [framework.array([5.0])],
+        "frozen": framework.array([7.0]),
+        "w": framework.array([0.0, 10.0]),
+    }
     clipped, report = uc.clip(grads, rule, params=weights)
     close_trees(framework, clipped, {"b": [np.asarray([0.1])], "w": np.asarray([0.6, 0.8])}, 1e-6)
     close(framework, report.limits["b"][0], 0.5)
@@ -453,42 +598,72 @@ class HoldsArray(InTorch):
 
 @pytest.mark.needs("torch")
 def test_functions_of_one_library() -> None:
-    """Where the host reads norms they are NumPy's, and what takes only tensors is told so, unless it holds one."""
+    """Where the host reads norms they are NumPy's, and what takes only tensors is told so,
+    unless it holds one.
+    """
     import torch
 
     grads = torch.tensor([3.0, 4.0])
-    choices = [uc.Rule(InTorch()), uc.Rule(1.0, curve=lambda xp, n, limit: torch.where(n > limit, limit / n, 1.0))]
+    choices = [
+        uc.Rule(InTorch()),
+        uc.Rule(1.0, curve=lambda xp, n, limit: torch.where(n > limit, limit / n, 1.0)),
+    ]
     for rule in [*choices, uc.Rule(uc.limits.Schedule(lambda step: 1 + torch.sqrt(step)))]:
         with pytest.raises(TypeError, match=r"context\.xp"):
             rule.update(grads, rule.init(grads))
     torch.testing.assert_close(uc.clip(grads, uc.Rule(HoldsArray(torch.ones(1))))[0], grads / 2)
     with pytest.raises(TypeError, match="needs"):  # an error of another kind is left as it is
-        uc.clip(grads, uc.Rule(type("Asks", (uc.Limit,), {"__call__": lambda self, n, s, c: (c.params, s)})()))
+        uc.clip(
+            grads,
+            uc.Rule(type("Asks", (uc.Limit,), {"__call__": lambda self, n, s, c: (c.params, s)})()),
+        )
 
 
 OF_ONE = (
-    "abs", "ceil", "exp", "expm1", "floor", "isfinite", "isnan", "log", "log1p", "ones_like", "round", "sign", "sqrt",
-    "square", "tanh", "zeros_like",
+    "abs", "ceil", "exp", "expm1", "floor", "isfinite", "isnan", "log", "log1p", "ones_like",
+    "round", "sign", "sqrt", "square", "tanh", "zeros_like",
 )  # fmt: skip
-OF_TWO = ("equal", "greater", "greater_equal", "less", "less_equal", "maximum", "minimum", "not_equal", "pow")
-"""The functions of the array API standard that a curve may use on every framework, beside ``where``."""
+OF_TWO = (
+    "equal",
+    "greater",
+    "greater_equal",
+    "less",
+    "less_equal",
+    "maximum",
+    "minimum",
+    "not_equal",
+    "pow",
+)
+"""The functions of the array API standard that a curve may use on every framework,
+beside ``where``.
+"""
 
 
 def test_a_curve(framework: Framework) -> None:
-    """A curve may use elementwise functions of the array API standard, or return a number of Python's."""
+    """A curve may use elementwise functions of the array API standard,
+    or return a number of Python's.
+    """
 
     def curve(xp: Any, norm: Any, limit: Any) -> Any:
-        some = [getattr(xp, name)(norm) for name in OF_ONE] + [getattr(xp, name)(norm, limit) for name in OF_TWO]
+        some = [getattr(xp, name)(norm) for name in OF_ONE] + [
+            getattr(xp, name)(norm, limit) for name in OF_TWO
+        ]
         assert {tuple(one.shape) for one in some} == {tuple(norm.shape)}
         return xp.where(norm > limit, xp.tanh(norm / limit) * limit / norm, 1.0)
 
     grads = framework.array([3.0, 4.0])
-    close(framework, uc.clip(grads, uc.Rule(1.0, curve=curve))[0], np.asarray([0.6, 0.8]) * math.tanh(5))
+    close(
+        framework,
+        uc.clip(grads, uc.Rule(1.0, curve=curve))[0],
+        np.asarray([0.6, 0.8]) * math.tanh(5),
+    )
     close(framework, uc.clip(grads, uc.Rule(1.0, curve=half))[0], [1.5, 2.0])
 
 
 def test_a_curve_that_fails_changes_nothing(framework: Framework) -> None:
-    """All factors exist before anything is written: an error for the second leaf leaves the first as it was."""
+    """All factors exist before anything is written:
+    an error for the second leaf leaves the first as it was.
+    """
     calls = []
 
     def failing(xp: Any, norm: Any, limit: Any) -> Any:
@@ -498,7 +673,10 @@ def test_a_curve_that_fails_changes_nothing(framework: Framework) -> None:
             raise ArithmeticError(message)
         return 0.5 * norm / norm
 
-    grads, clip = [framework.array([3.0]), framework.array([[5.0]])], uc.clip_ if framework.writes else uc.clip
+    grads, clip = (
+        [framework.array([3.0]), framework.array([[5.0]])],
+        uc.clip_ if framework.writes else uc.clip,
+    )
     with pytest.raises(ArithmeticError, match="the second one"):
         clip(grads, uc.Rule(1.0, scope=uc.scopes.each_entry, curve=failing))
     assert [framework.numpy(leaf).item() for leaf in grads] == [3.0, 5.0]
@@ -508,14 +686,21 @@ def test_a_curve_that_fails_changes_nothing(framework: Framework) -> None:
 
 
 def test_sums_of_examples(framework: Framework) -> None:
-    """They are those of the clipped gradients, in the dtype of each leaf but summed in float32; none gives zeros."""
+    """They are those of the clipped gradients, in the dtype of each leaf but summed in float32;
+    none gives zeros.
+    """
     rng = np.random.default_rng(0)
     for dtype in {"float16", "bfloat16", "float32"} & set(framework.dtypes):
         many = {"none": None, "w": framework.array(np.full((3000, 2), 0.01), dtype)}
         total, _ = uc.clip_and_sum(many, uc.by_example_norm(1.0))
         assert (total["none"], framework.dtype(total["w"])) == (None, dtype)
-        np.testing.assert_allclose(framework.numpy(total["w"]).astype("float64"), [30, 30], rtol=5e-3)
-    values = [rng.standard_normal((5, 2, 3)).astype("float32"), rng.standard_normal((5, 4)).astype("float32")]
+        np.testing.assert_allclose(
+            framework.numpy(total["w"]).astype("float64"), [30, 30], rtol=5e-3
+        )
+    values = [
+        rng.standard_normal((5, 2, 3)).astype("float32"),
+        rng.standard_normal((5, 4)).astype("float32"),
+    ]
     for rule in (uc.by_example_norm(1.0), uc.by_example_layer_norm(1.0), uc.auto_s(), uc.psac()):
         total, report = uc.clip_and_sum([framework.array(leaf) for leaf in values], rule)
         for found, leaf in zip(total, uc.clip(values, rule)[0], strict=True):
@@ -533,21 +718,27 @@ OWN = {f.__name__: f for f in (double, falling, first_key, half, only_w, root)}
 @on_numpy
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_comes_back(name: str) -> None:
-    """What a rule prints evaluates to an equal one, as what is pickled and what is in a config do; it is frozen."""
+    """What a rule prints evaluates to an equal one, as what is pickled and what is in a config do;
+    it is frozen.
+    """
     rule = RULES[name]
     pickled = pickle.loads(pickle.dumps(rule))
     by_config = from_config(json.loads(json.dumps(to_config(rule, OWN), allow_nan=False)), OWN)
     assert repr(pickled) == repr(rule)
     if name != "cowclip":  # which holds an array
         printed = [eval(repr(one), {"uc": uc, "inf": math.inf, **OWN}) for one in (rule, by_config)]
-        assert all(one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed))
+        assert all(
+            one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed)
+        )
     with pytest.raises(AttributeError):
         rule.memory = True
 
 
 PRINTED = {
     "uc.by_global_norm(0.5)": uc.by_global_norm(0.5),
-    "uc.by_global_norm(1.5, curve=uc.curves.soft)": uc.by_global_norm(np.float32(1.5), curve=uc.curves.soft),
+    "uc.by_global_norm(1.5, curve=uc.curves.soft)": uc.by_global_norm(
+        np.float32(1.5), curve=uc.curves.soft
+    ),
     "uc.zclip()": uc.zclip(2.5, decay=0.97),
     "uc.zclip(decay=0.9)": uc.zclip(2.5, 0.9),
     "uc.by_norm(1.0, 0)": uc.by_norm(1.0, 0),
@@ -556,13 +747,16 @@ PRINTED = {
     "uc.chain(uc.by_value(-1.0, 1.0), uc.zclip())": uc.chain(uc.by_value(-1.0, 1.0), uc.zclip()),
     "uc.masked(uc.agc(), only_w)": uc.masked(uc.agc(), only_w),
     "uc.Rule(uc.limits.ZScore(2.5, 0.97), nonfinite='skip')": replace(uc.zclip(), nonfinite="skip"),
-}  # fmt: skip
+}
 
 
 @on_numpy
 @pytest.mark.parametrize("text", PRINTED)
 def test_a_rule_prints_as_the_call_that_made_it(text: str) -> None:
-    """With what was given and is no default; one put together by hand, or changed, prints its choices."""
+    """With what was given and is no default.
+
+    One put together by hand, or changed, prints its choices.
+    """
     assert repr(PRINTED[text]) == text
 
 
@@ -581,7 +775,12 @@ def test_where_a_rule_comes_from_is_no_choice() -> None:
 @on_numpy
 def test_rules_differ_by_their_choices() -> None:
     """Equality looks at every choice."""
-    alike = {"by_global_norm, limit in float32", "by_global_norm, whole limit", "cowclip", "unlimited"}
+    alike = {
+        "by_global_norm, limit in float32",
+        "by_global_norm, whole limit",
+        "cowclip",
+        "unlimited",
+    }
     some = [rule for name, rule in RULES.items() if name not in alike]
     assert len(set(some)) == len({repr(rule) for rule in some}) == len(some)
 
@@ -594,7 +793,9 @@ LONG = {"float64": 1e-14, "float32": 5e-7, "float16": 2e-6, "bfloat16": 2e-6}
 @pytest.mark.parametrize("dtype", LONG)
 @pytest.mark.parametrize("size", [8192, 300_001])
 def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
-    """One norm over leaves of any size, alone and beside short ones, random and equal entries, is that of float64."""
+    """One norm over leaves of any size, alone and beside short ones, random and equal entries,
+    is that of float64.
+    """
     values = np.random.default_rng(0).standard_normal(size)
     for entries in (values, np.full(size, 0.1)):
         leaf = framework.array(entries, dtype)
@@ -603,12 +804,16 @@ def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
             (clipped, *_), report = uc.clip(tree, uc.by_global_norm(wanted / 2))
             assert float(framework.numpy(report.norms)) == pytest.approx(wanted, rel=LONG[dtype])
             assert framework.dtype(clipped) == dtype
-            assert float(framework.numpy(uc.global_norm(tree))) == pytest.approx(wanted, rel=LONG[dtype])
+            assert float(framework.numpy(uc.global_norm(tree))) == pytest.approx(
+                wanted, rel=LONG[dtype]
+            )
 
 
 @pytest.mark.needs("torch")
 def test_one_norm_has_one_value() -> None:
-    """The norm of the same gradients has the same bits, whatever the limit, the function, and what is written."""
+    """The norm of the same gradients has the same bits, whatever the limit, the function,
+    and what is written.
+    """
     import torch
 
     from uniclip.integrations.torch import get_total_norm

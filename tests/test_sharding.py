@@ -1,4 +1,5 @@
-"""JAX arrays that devices have parts of: a step does what it does on one device, and gathers no leaf.
+"""JAX arrays that devices have parts of: a step does what it does on one device,
+and gathers no leaf.
 
 This file is also the script of two processes that share the devices.
 """
@@ -38,7 +39,11 @@ RULES: dict[str, Any] = {
     "zero": uc.by_global_norm(1.0, nonfinite="zero"),
     "spikes": uc.skip_spikes(2.0, window=4, warmup=2),
 }
-KEPT = {"agc": uc.agc(0.01), "last axis": uc.by_norm(0.5, axis=-1), "spam": uc.spam(factor=0.5, warmup=1)}
+KEPT = {
+    "agc": uc.agc(0.01),
+    "last axis": uc.by_norm(0.5, axis=-1),
+    "spam": uc.spam(factor=0.5, warmup=1),
+}
 """Rules whose norms keep axes: only where arrays know how they are divided."""
 SHAPES = {"a": (16, 6), "b": (8, 4), "c": (8,), "d": (4, 6)}
 MIXED = {"a": P("x", "y"), "b": P("x"), "c": P(), "d": P(None, "y")}
@@ -74,8 +79,12 @@ def gradients(bad: float | None = None) -> dict[str, Any]:
 PARAMS = {name: np.cos(value) for name, value in gradients().items()}
 
 
-def update(rules: dict[str, Any], grads: Any, states: Any, params: Any, loss: Any, **joined: Any) -> Any:
-    """Return by name what a step of each rule makes of the gradients, its memory, and what it shows."""
+def update(
+    rules: dict[str, Any], grads: Any, states: Any, params: Any, loss: Any, **joined: Any
+) -> Any:
+    """Return by name what a step of each rule makes of the gradients, its memory,
+    and what it shows.
+    """
     results = {}
     for name, rule in rules.items():
         mine = loss if name == "spikes" else None
@@ -89,7 +98,9 @@ def third(rules: dict[str, Any], step: Any, put: Callable[[Any], Any], case: str
     states, results = {name: rule.init(put(PARAMS)) for name, rule in rules.items()}, None
     for number, (by, loss) in enumerate(STEPS):
         grads = gradients(BAD[case] if number == len(STEPS) - 1 else None)
-        results = step(put({name: np.float32(by) * g for name, g in grads.items()}), states, put(PARAMS), loss)
+        results = step(
+            put({name: np.float32(by) * g for name, g in grads.items()}), states, put(PARAMS), loss
+        )
         states = {name: state for name, (_, state, _) in results.items()}
     return results
 
@@ -100,7 +111,10 @@ def placed(specs: dict[str, P], mesh: Any) -> Callable[[Any], Any]:
     def put(tree: Any) -> Any:
         places = {name: NamedSharding(mesh, specs[name]) for name in tree}
         make = jax.make_array_from_callback
-        return {name: make(g.shape, places[name], lambda index, g=g: g[index]) for name, g in tree.items()}
+        return {
+            name: make(g.shape, places[name], lambda index, g=g: g[index])
+            for name, g in tree.items()
+        }
 
     return put
 
@@ -111,13 +125,19 @@ ON_ONE = {key: jax.jit(partial(update, rules)) for key, rules in ONE.items()}
 
 
 def compare(key: str, case: str, found: Any, put: Callable[[Any], Any]) -> None:
-    """Require the parts that are here to be those of one device, their places kept, and all else alike on all."""
-    wanted = third(ONE[key], ON_ONE[key], lambda tree: {k: jax.numpy.asarray(g) for k, g in tree.items()}, case)
+    """Require the parts that are here to be those of one device, their places kept,
+    and all else alike on all.
+    """
+    wanted = third(
+        ONE[key], ON_ONE[key], lambda tree: {k: jax.numpy.asarray(g) for k, g in tree.items()}, case
+    )
     places = {name: leaf.sharding for name, leaf in put(PARAMS).items()}
     for name, (clipped, state, shown) in found.items():
         one = wanted[name]
         for leaf, place in places.items():
-            assert clipped[leaf].sharding.is_equivalent_to(place, clipped[leaf].ndim), f"{name}, {leaf} moves"
+            assert clipped[leaf].sharding.is_equivalent_to(place, clipped[leaf].ndim), (
+                f"{name}, {leaf} moves"
+            )
         here, there = jax.tree.leaves((clipped, state, shown)), jax.tree.leaves(one)
         for array, whole in zip(here, map(np.asarray, there), strict=True):
             for part in array.addressable_shards:
@@ -140,7 +160,9 @@ def compiled(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("case", BAD)
 def test_jit(compiled: Any, case: str) -> None:
-    """Under jit, arrays that are divided give what those of one device do, and stay where they are."""
+    """Under jit, arrays that are divided give what those of one device do,
+    and stay where they are.
+    """
     program, put = compiled
     places = program.input_shardings[0]
 
@@ -156,7 +178,9 @@ def test_nothing_is_gathered(compiled: Any) -> None:
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> int:
-    """Return how many all-reduces a program has, those of branches too, and require that nothing is gathered."""
+    """Return how many all-reduces a program has, those of branches too,
+    and require that nothing is gathered.
+    """
     text = jax.jit(function).lower(*args).compile().as_text()
     assert not re.search(r" all-gather(-start)?\(", text)
     return len(re.findall(r" all-reduce(?:-start)?\(", text))
@@ -164,7 +188,9 @@ def reductions(function: Callable[..., Any], *args: Any) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_reductions(kind: str) -> None:
-    """Rules have at most two all-reduces more than optax's global norm, however many leaves are divided in two ways."""
+    """Rules have at most two all-reduces more than optax's global norm,
+    however many leaves are divided in two ways.
+    """
     mesh = mesh_of(kind)
     places = [NamedSharding(mesh, spec) for spec in (P("x", "y"), P("x", None)) * 8]
     grads = [jax.device_put(np.ones((64, 32), "float32"), place) for place in places]
@@ -172,13 +198,17 @@ def test_few_reductions(kind: str) -> None:
     most = 2 + reductions(lambda grads: native.update(grads, native.init(grads)), grads)
     for name in ("global", "agc", "zclip"):
         rule = (RULES | KEPT)[name]
-        found = reductions(lambda *args, rule=rule: rule.update(*args)[:2], grads, rule.init(grads), grads)
+        found = reductions(
+            lambda *args, rule=rule: rule.update(*args)[:2], grads, rule.init(grads), grads
+        )
         assert found <= most, f"{name}: {found} all-reduces, not {most}"
 
 
 @pytest.fixture(scope="module", params=[("Auto", "mixed"), ("Explicit", "divided")], ids="-".join)
 def mapped(request: pytest.FixtureRequest) -> Any:
-    """Return all rules as one program in shard_map: a device has parts, or copies, and its own loss."""
+    """Return all rules as one program in shard_map: a device has parts, or copies,
+    and its own loss.
+    """
     kind, way = request.param
     mesh, specs = mesh_of(kind), MIXED if way == "mixed" else DIVIDED
 
@@ -186,8 +216,13 @@ def mapped(request: pytest.FixtureRequest) -> Any:
         return update(RULES, grads, states, params, losses[0], all_reduce=("x", "y"))
 
     out = {name: (specs, P(), P()) for name in RULES}
-    step = jax.jit(jax.shard_map(here, mesh=mesh, in_specs=(specs, P(), specs, P(("x", "y"))), out_specs=out))
-    spread, place = np.linspace(-0.3, 0.3, mesh.size, dtype="float32"), NamedSharding(mesh, P(("x", "y")))
+    step = jax.jit(
+        jax.shard_map(here, mesh=mesh, in_specs=(specs, P(), specs, P(("x", "y"))), out_specs=out)
+    )
+    spread, place = (
+        np.linspace(-0.3, 0.3, mesh.size, dtype="float32"),
+        NamedSharding(mesh, P(("x", "y"))),
+    )
 
     def whole(grads: Any, states: Any, params: Any, loss: Any) -> Any:
         return step(grads, states, params, jax.device_put(np.float32(loss) + spread, place))
@@ -197,7 +232,10 @@ def mapped(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("case", BAD)
 def test_shard_map(mapped: Any, case: str) -> None:
-    """In shard_map the names of axes join the parts; copies count once, and the loss is the mean."""
+    """In shard_map the names of axes join the parts.
+
+    Copies count once, and the loss is the mean.
+    """
     step, put = mapped
     compare("named", case, third(RULES, step, put, case), put)
 
@@ -207,7 +245,9 @@ def test_kept_axes_are_refused(name: str) -> None:
     """Beside named axes nobody knows which axis of a part is divided."""
     run = lambda grads: uc.clip(grads, KEPT[name], grads, "x")[0]
     with pytest.raises(ValueError, match="all_reduce="):
-        jax.shard_map(run, mesh=mesh_of("Auto"), in_specs=P(None, "x"), out_specs=P(None, "x"))(np.ones((4, 8)))
+        jax.shard_map(run, mesh=mesh_of("Auto"), in_specs=P(None, "x"), out_specs=P(None, "x"))(
+            np.ones((4, 8))
+        )
 
 
 @pytest.mark.parametrize("name", ["global", "largest", "leaf"])
@@ -216,9 +256,12 @@ def test_derivatives(name: str) -> None:
     rule, specs = RULES[name], {"part": P("x"), "copy": P()}
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
     grads, weights = (
-        {"part": rng.random((8, 3), "f"), "copy": rng.random(5, "f")} for rng in map(np.random.default_rng, (0, 1))
+        {"part": rng.random((8, 3), "f"), "copy": rng.random(5, "f")}
+        for rng in map(np.random.default_rng, (0, 1))
     )
-    joined = jax.shard_map(lambda g: uc.clip(g, rule, all_reduce="x")[0], mesh=mesh, in_specs=(specs,), out_specs=specs)
+    joined = jax.shard_map(
+        lambda g: uc.clip(g, rule, all_reduce="x")[0], mesh=mesh, in_specs=(specs,), out_specs=specs
+    )
 
     def slope(clip: Any) -> Any:
         return jax.grad(lambda g: sum(jax.numpy.sum(clip(g)[name] * weights[name]) for name in g))
@@ -246,7 +289,9 @@ def test_without_names() -> None:
     found = jax.shard_map(norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)(grads)
     np.testing.assert_allclose(found, uc.global_norm(grads), rtol=1e-6)
     each = {"part": grads["part"].reshape(8, 1), "copy": np.stack([grads["copy"]] * 8)}
-    np.testing.assert_allclose(jax.pmap(norm, axis_name="x")(each), [uc.global_norm(grads)] * 8, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.pmap(norm, axis_name="x")(each), [uc.global_norm(grads)] * 8, rtol=1e-6
+    )
 
 
 @pytest.mark.needs("optax")
@@ -258,21 +303,33 @@ def test_optax() -> None:
         alone = to_optax(RULES[name], optax.trace(0.9))
         optimizer = to_optax(RULES[name], optax.trace(0.9), axis_name=("x", "y"))
         one, mine = alone.init(PARAMS), optimizer.init(put(PARAMS))
-        like = jax.tree.map_with_path(lambda path, _: MIXED.get(getattr(path[-1], "key", ""), P()), mine)
-        step = jax.jit(jax.shard_map(optimizer.update, mesh=mesh, in_specs=(MIXED, like), out_specs=(MIXED, like)))
+        like = jax.tree.map_with_path(
+            lambda path, _: MIXED.get(getattr(path[-1], "key", ""), P()), mine
+        )
+        step = jax.jit(
+            jax.shard_map(
+                optimizer.update, mesh=mesh, in_specs=(MIXED, like), out_specs=(MIXED, like)
+            )
+        )
         for case in ("finite", "NaN", "finite"):
             wanted, one = alone.update(gradients(BAD[case]), one)
             found, mine = step(put(gradients(BAD[case])), mine)
             for leaf, whole in wanted.items():
-                np.testing.assert_allclose(found[leaf], whole, rtol=1e-6, atol=1e-7, err_msg=f"{name}, {leaf}")
+                np.testing.assert_allclose(
+                    found[leaf], whole, rtol=1e-6, atol=1e-7, err_msg=f"{name}, {leaf}"
+                )
         logs, shown = scalars(one), scalars(mine)
         assert logs.keys() == shown.keys()
-        np.testing.assert_allclose(list(shown.values()), list(logs.values()), rtol=1e-6, err_msg=str(list(logs)))
+        np.testing.assert_allclose(
+            list(shown.values()), list(logs.values()), rtol=1e-6, err_msg=str(list(logs))
+        )
 
 
 def test_two_processes() -> None:
     """Two processes of four devices each do what one device does."""
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    )
     flags = "--xla_force_host_platform_device_count=4"
     launched(__file__, PYTHONPATH=paths, XLA_FLAGS=flags, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 

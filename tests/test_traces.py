@@ -1,4 +1,6 @@
-"""Rules that remember, through a thousand steps with drift, spikes, NaN and ∞: limits as the oracle says."""
+"""Rules that remember, through a thousand steps with drift, spikes, NaN and ∞:
+limits as the oracle says.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,30 @@ QUANTILE, ZSCORE = ("quantile", 0.5, 0.2, 0.1, 0.0, math.inf), ("z-score", 2.5, 
 RULES: dict[str, tuple[Any, Plan]] = {
     "autoclip": (uc.autoclip(10, window=64), Plan(limit=("percentile", 10, 64, False))),
     "autoclip of all": (uc.autoclip(75, window=None), Plan(limit=("percentile of all", 75))),
-    "percentile": (uc.percentile_clipping(5), Plan(scope=LEAF, limit=("percentile", 500 / 99, 100, True))),
+    "percentile": (
+        uc.percentile_clipping(5),
+        Plan(scope=LEAF, limit=("percentile", 500 / 99, 100, True)),
+    ),
     "zclip": (uc.zclip(), Plan(limit=(*ZSCORE, "reciprocal", 25, 1e-6, 1.0, False))),
-    "zclip to the mean": (uc.zclip(target="mean"), Plan(limit=(*ZSCORE, "mean", 25, 1e-6, 1.0, False))),
+    ("zclip to the mean"): (
+        uc.zclip(target="mean"),
+        Plan(limit=(*ZSCORE, "mean", 25, 1e-6, 1.0, False)),
+    ),
     "zclip without its spikes": (
-        uc.zclip(skip_update_on_spike=True), Plan(limit=(*ZSCORE, "reciprocal", 25, 1e-6, 1.0, True)),
+        uc.zclip(skip_update_on_spike=True),
+        Plan(limit=(*ZSCORE, "reciprocal", 25, 1e-6, 1.0, True)),
     ),
     "log_zscore": (uc.log_zscore(), Plan(limit=("log z-score", 2.0, 0.95))),
     "norm_growth": (uc.norm_growth(), Plan(scope=LEAF, limit=("ema", 1.01, 0.0, 0, 1.0))),
     "adagc": (uc.adagc(), Plan(scope=LEAF, limit=("ema", 1.05, 0.98, 100, 1.0))),
     "skip_spikes": (
-        uc.skip_spikes(window=32), Plan(limit=("rolling z-score", 6.0, 32, 16), curve="reject", policy="skip"),
+        uc.skip_spikes(window=32),
+        Plan(limit=("rolling z-score", 6.0, 32, 16), curve="reject", policy="skip"),
     ),
     "spam": (uc.spam(), Plan(scope=Scope("entry"), limit=("second moment", 5000.0, 0.999, 20))),
     "adagn": (uc.adagn(), Plan(scope=LEAF, limit=("mean over rms", 0.7, 0.9), curve="normalize")),
     "by_example_quantile": (uc.by_example_quantile(), Plan(scope=EXAMPLE, limit=QUANTILE)),
-}  # fmt: skip
+}
 CURVES = {
     "hard": lambda norm, limit: min(norm, limit) / norm,
     "normalize": lambda norm, limit: limit / norm,
@@ -46,7 +56,9 @@ STEPS = {"numpy": 1000, "torch": 200}
 
 @functools.cache
 def norms(steps: int) -> np.ndarray:
-    """Return the norms of a training: they drift, with spikes, NaN and ∞ at times, one of them early."""
+    """Return the norms of a training: they drift, with spikes, NaN and ∞ at times,
+    one of them early.
+    """
     rng = np.random.default_rng(0)
     drift = np.exp(np.cumsum(rng.normal(0, 0.02, steps)))
     usual = drift * rng.lognormal(0, 0.3, steps)
@@ -61,7 +73,8 @@ def norms(steps: int) -> np.ndarray:
 def test_a_long_training(framework: Framework, name: str) -> None:
     """Every limit and factor is what the published formula gives; NaN and ∞ teach nothing."""
     (rule, plan), own, looked = RULES[name], None, 0
-    array = lambda value: [framework.array([[value]], "float64")]  # one example, where a rule has examples
+    # One example, where a rule has examples.
+    array = lambda value: [framework.array([[value]], "float64")]
     state = rule.init(array(1.0))
     for number, norm in enumerate(norms(200 if "of all" in name else STEPS[framework.name])):
         clipped, state, report = rule.update(array(norm), state)
@@ -69,14 +82,25 @@ def test_a_long_training(framework: Framework, name: str) -> None:
         if not np.isfinite(norm):
             continue
         (limit,), (factor,) = seen_of(plan, report, framework)
-        given = oracle.Given([None], list, lambda: [1], oracle.precision("float32", flush=False), seen=[limit])
+        given = oracle.Given(
+            [None], list, lambda: [1], oracle.precision("float32", flush=False), seen=[limit]
+        )
         with np.errstate(all="ignore"):
-            (span,), own = oracle.step(plan.limit, [oracle.exact(np.full(limit.shape, norm), DOUBLE)], own, given)
-        assert min(span.lo.item(), np.finfo(float).max) <= limit.item() <= span.hi.item(), (number, limit, span)
+            (span,), own = oracle.step(
+                plan.limit, [oracle.exact(np.full(limit.shape, norm), DOUBLE)], own, given
+            )
+        assert min(span.lo.item(), np.finfo(float).max) <= limit.item() <= span.hi.item(), (
+            number,
+            limit,
+            span,
+        )
         if np.isfinite(span.hi).all():
             looked += 1
-            assert span.hi.item() <= span.lo.item() * (1.02 if "of all" in name else 1 + 1e-6)  # else it checks nothing
+            # else it checks nothing
+            assert span.hi.item() <= span.lo.item() * (1.02 if "of all" in name else 1 + 1e-6)
         wanted = CURVES[plan.curve](norm, limit.item())
         np.testing.assert_allclose(factor.item(), wanted, rtol=1e-15)
-        np.testing.assert_allclose(framework.numpy(clipped[0]).item(), norm * factor.item(), rtol=1e-15)
+        np.testing.assert_allclose(
+            framework.numpy(clipped[0]).item(), norm * factor.item(), rtol=1e-15
+        )
     assert looked

@@ -1,4 +1,6 @@
-"""What gradients may come in: containers of every kind, and the kinds of arrays that users of a framework have."""
+"""What gradients may come in: containers of every kind,
+and the kinds of arrays that users of a framework have.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +66,30 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], type, Callable[[Any], lis
         lambda tree: [tree["x"][1]["a"], tree["y"][0].w],
     ),
     "dict": (lambda a, b: {"z": a, "a": b}, dict, VALUES),
-    "keys of two kinds": (lambda a, b: {1: a, "x": b, (0,): None}, dict, lambda tree: [tree[1], tree["x"]]),
-    "OrderedDict": (lambda a, b: collections.OrderedDict(z=a, a=b), collections.OrderedDict, VALUES),
-    "defaultdict": (lambda a, b: collections.defaultdict(list, z=a, a=b), collections.defaultdict, VALUES),
+    "keys of two kinds": (
+        lambda a, b: {1: a, "x": b, (0,): None},
+        dict,
+        lambda tree: [tree[1], tree["x"]],
+    ),
+    "OrderedDict": (
+        lambda a, b: collections.OrderedDict(z=a, a=b),
+        collections.OrderedDict,
+        VALUES,
+    ),
+    "defaultdict": (
+        lambda a, b: collections.defaultdict(list, z=a, a=b),
+        collections.defaultdict,
+        VALUES,
+    ),
     "OrderedDict subclass": (lambda a, b: Tracked(z=a, a=b), collections.OrderedDict, VALUES),
     "dict subclass": (lambda a, b: Sorted(z=a, a=b), dict, VALUES),
     "mapping": (lambda a, b: types.MappingProxyType({"z": a, "a": b}), object, VALUES),
     "UserDict": (lambda a, b: collections.UserDict(z=a, a=b), object, VALUES),
-    "dataclass": (lambda a, b: Layer(a, {"deep": [b]}), Layer, lambda tree: [tree.w, tree.b["deep"][0]]),
+    "dataclass": (
+        lambda a, b: Layer(a, {"deep": [b]}),
+        Layer,
+        lambda tree: [tree.w, tree.b["deep"][0]],
+    ),
 }
 """How each is made of two leaves, what comes back, and where its leaves are then."""
 
@@ -79,8 +97,14 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], type, Callable[[Any], lis
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_containers(framework: Framework, name: str) -> None:
-    """Containers come back as they are, iterators and views as lists; the given ones and their arrays never change."""
-    (make, kind, leaves), arrays = CONTAINERS[name], (framework.array([3.0]), framework.array([4.0]))
+    """Containers come back as they are, iterators and views as lists.
+
+    The given ones and their arrays never change.
+    """
+    (make, kind, leaves), arrays = (
+        CONTAINERS[name],
+        (framework.array([3.0]), framework.array([4.0])),
+    )
     clipped, norm = uc.clip_by_global_norm(make(*arrays), 1.0)
     assert isinstance(clipped, kind)
     close(framework, norm, 5.0)
@@ -95,9 +119,13 @@ ORDERED = ("OrderedDict", "OrderedDict subclass")
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
-@pytest.mark.parametrize("name", [*ORDERED, "dict", "dict subclass", "defaultdict", "mapping", "UserDict"])
+@pytest.mark.parametrize(
+    "name", [*ORDERED, "dict", "dict subclass", "defaultdict", "mapping", "UserDict"]
+)
 def test_the_order_of_a_mapping(framework: Framework, name: str) -> None:
-    """A state belongs to the leaves of the tree that it was made for, whichever mapping holds them at the next step."""
+    """A state belongs to the leaves of the tree that it was made for,
+    whichever mapping holds them at the next step.
+    """
     rule, order = uc.norm_growth(1.5), ["['z']", "['a']"] if name in ORDERED else ["['a']", "['z']"]
     make = CONTAINERS[name][0]
     tree = make(framework.array([3.0, 4.0]), framework.array([1.0]))
@@ -113,11 +141,18 @@ def test_the_order_of_a_mapping(framework: Framework, name: str) -> None:
 @pytest.mark.needs("numpy")
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_what_is_no_gradient() -> None:
-    """An iterator that was read before, and leaves that are no arrays of numbers, are refused by their paths."""
+    """An iterator that was read before, and leaves that are no arrays of numbers,
+    are refused by their paths.
+    """
     for spent in (iter([]), (x for x in ()), map(abs, []), itertools.chain()):
         with pytest.raises(ValueError, match="iterator"):
             uc.clip_by_global_norm(spent, 1.0)
-    no_numbers = np.asarray([True]), np.asarray(["x"]), np.asarray([None]), np.zeros(1, "datetime64[s]")
+    no_numbers = (
+        np.asarray([True]),
+        np.asarray(["x"]),
+        np.asarray([None]),
+        np.zeros(1, "datetime64[s]"),
+    )
     no_arrays = 1.0, "w", object(), {1.0}
     other_arrays = np.ma.masked_array([1.0], [True]), np.asmatrix([1.0])
     for leaf in (*no_numbers, *no_arrays, *other_arrays):
@@ -130,19 +165,27 @@ def test_what_is_no_gradient() -> None:
     object.__setattr__(layer, "name", "of no field")
     clipped, _ = uc.clip_by_global_norm([layer], 1.0)
     assert (clipped[0].name, layer.w.tolist()) == ("of no field", [3.0, 4.0])
-    for many in (iter([np.ones(2)]), {"w": np.ones(2)}.values()):  # a step may have to read it twice
+    # A step may have to read it twice.
+    for many in (iter([np.ones(2)]), {"w": np.ones(2)}.values()):
         with pytest.raises(TypeError, match=r"grads\['layer'\](.|\n)*as a list"):
             uc.global_norm({"layer": many})
 
 
 def narrow_rules(uc: Any) -> list[Any]:
     """Return rules for arrays of few bits."""
-    return [uc.by_global_norm(2.5), uc.by_norm(2.5, ord=3), uc.by_norm(2.5, axis=-1), uc.by_value(-2.0, 2.0)]
+    return [
+        uc.by_global_norm(2.5),
+        uc.by_norm(2.5, ord=3),
+        uc.by_norm(2.5, axis=-1),
+        uc.by_value(-2.0, 2.0),
+    ]
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_integers_of_sparse_gradients(framework: Framework) -> None:
-    """Integers of rows that occur twice are added exactly, beyond what float32, or their own type, holds."""
+    """Integers of rows that occur twice are added exactly, beyond what float32,
+    or their own type, holds.
+    """
     grads = framework.sparse((9, 1), [2, 2], [[2**24], [1]], "int32")
     clipped, _ = uc.clip(grads, uc.by_value(-1, 2**24 + 1))
     assert framework.dense(clipped)[2, 0] == 2**24 + 1
@@ -155,7 +198,9 @@ def test_integers_of_sparse_gradients(framework: Framework) -> None:
 
 @pytest.mark.parametrize("scale", [1e25, 1e-25])
 def test_what_numpy_warns_about(framework: Framework, scale: float) -> None:
-    """Squares that do not fit into float32, and products that are not normal, warn of nothing and stop nothing."""
+    """Squares that do not fit into float32, and products that are not normal,
+    warn of nothing and stop nothing.
+    """
     leaf = np.full(5000, scale, np.float32)
     grads = list(map(framework.array, (leaf, [scale, 1e-40])))
     with np.errstate(all="raise"):
@@ -175,7 +220,8 @@ def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
     np.testing.assert_allclose(framework.dense(clipped), [[1, 0], [0, 0], [0, 0], [0, 0]])
     if framework.name == "torch":
         one, wide = framework.array([np.nan]), framework.array([1.0, np.nan]).expand(3, 2)
-        with pytest.raises(TypeError, match=r"grads\[1\].*in place"):  # also where only NaN is to be written
+        # also where only NaN is to be written
+        with pytest.raises(TypeError, match=r"grads\[1\].*in place"):
             uc.clip_([one, wide], uc.by_global_norm(9.0, nonfinite="zero"))
         assert np.isnan(framework.numpy(one)).all()
         np.testing.assert_allclose(framework.numpy(uc.clip_(grads, rule).norms), 6.0)
@@ -185,7 +231,9 @@ def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_kinds_of_torch() -> None:
-    """8-bit floats are clipped as float32 and rounded once, subclasses keep their class, in place too."""
+    """8-bit floats are clipped as float32 and rounded once, subclasses keep their class,
+    in place too.
+    """
     import torch
 
     own, wide = type("Own", (torch.Tensor,), {}), torch.tensor([3.0, 4.0, -0.5])
@@ -205,7 +253,9 @@ def test_kinds_of_torch() -> None:
     within = torch.ones(2).to(torch.float8_e4m3fn)
     assert uc.clip([within], uc.by_global_norm(2.0))[0][0] is within
     short = torch.tensor([3 + 4j, 0]).to(torch.complex32)
-    assert torch.allclose(uc.clip(short, uc.by_global_norm(2.5))[0].to(torch.complex64), torch.tensor([1.5 + 2j, 0]))
+    assert torch.allclose(
+        uc.clip(short, uc.by_global_norm(2.5))[0].to(torch.complex64), torch.tensor([1.5 + 2j, 0])
+    )
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
     changed = rows.clone()
     torch.func.vmap(lambda row: uc.clip_(row, uc.by_norm(1.0)) and row)(changed)
@@ -251,15 +301,22 @@ def test_kinds_of_jax() -> None:
 
 @pytest.mark.needs("jax")
 def test_nodes_and_settings_of_jax() -> None:
-    """Classes that are registered with JAX are containers; results lie with the gradients; promotion may be strict."""
+    """Classes that are registered with JAX are containers.
+
+    Results lie with the gradients; promotion may be strict.
+    """
     import jax
     import jax.numpy as jnp
 
-    node = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Node", ["one", "two"]), ["one"], ["two"])
+    node = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Node", ["one", "two"]), ["one"], ["two"]
+    )
     clipped, report = uc.clip(node(jnp.asarray([3.0, 4.0]), "kept"), uc.by_norm(1.0))
     assert (type(clipped), clipped.two, float(report.norms.one)) == (node, "kept", 5.0)
     here, other = jax.devices()[:2]
-    grads = jax.device_put({"w": jnp.arange(1.0, 9.0, dtype="bfloat16").reshape(4, 2), "b": jnp.ones(2)}, here)
+    grads = jax.device_put(
+        {"w": jnp.arange(1.0, 9.0, dtype="bfloat16").reshape(4, 2), "b": jnp.ones(2)}, here
+    )
     rules = [uc.by_value(-np.ones(2), np.ones(2)), uc.agc(0.1), uc.zclip(warmup=2)]
     every = lambda grads: [rule.update(grads, rule.init(grads), grads) for rule in rules]
     wanted = jax.jit(every)(grads)
@@ -289,8 +346,13 @@ BY_ROW: dict[str, tuple[str, Callable[[Any], Any]]] = {
 @pytest.mark.only("torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", BY_ROW)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_value_for_each_row_of_a_sparse_gradient(framework: Framework, name: str, in_place: bool) -> None:
-    """It would go by the position in which a row is stored, and is refused by name; a value for each column is not."""
+def test_a_value_for_each_row_of_a_sparse_gradient(
+    framework: Framework, name: str, in_place: bool
+) -> None:
+    """It would go by the position in which a row is stored, and is refused by name.
+
+    A value for each column is not.
+    """
     word, make = BY_ROW[name]
     rule, grads = make(framework), [framework.sparse((4, 2), [3, 1, 2, 0], [[3.0, 4.0]] * 4)]
     state = rule.init([framework.array(np.zeros((4, 2)))])
@@ -314,10 +376,16 @@ def test_a_value_for_each_row_of_a_sparse_gradient(framework: Framework, name: s
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 @pytest.mark.parametrize("in_place", [False, True])
-def test_parameters_go_by_the_rows_of_a_sparse_gradient(framework: Framework, in_place: bool) -> None:
-    """Each row is compared with the same row of its parameter, wherever and however often it is stored."""
+def test_parameters_go_by_the_rows_of_a_sparse_gradient(
+    framework: Framework, in_place: bool
+) -> None:
+    """Each row is compared with the same row of its parameter,
+    wherever and however often it is stored.
+    """
     params = framework.array(np.arange(12.0).reshape(6, 2))
-    make = lambda: framework.sparse((6, 2), [4, 1, 4, 0], [[9.0, 1.0], [2.0, 8.0], [3.0, 3.0], [0.5, 0.5]])
+    make = lambda: framework.sparse(
+        (6, 2), [4, 1, 4, 0], [[9.0, 1.0], [2.0, 8.0], [3.0, 3.0], [0.5, 0.5]]
+    )
     for rule in (uc.agc(0.3, axis=1), uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_row)):
         wanted, _ = uc.clip(framework.array(framework.dense(make())), rule, params)
         grads = make()
@@ -329,7 +397,9 @@ def test_parameters_go_by_the_rows_of_a_sparse_gradient(framework: Framework, in
 
 @pytest.mark.needs("torch")
 def test_odd_leaves_in_odd_leaves() -> None:
-    """Layers are opened one by one, and closed again: integers, or half precision, of rows that are stored twice."""
+    """Layers are opened one by one, and closed again: integers, or half precision,
+    of rows that are stored twice.
+    """
     import torch
 
     for dtype, wanted in ((torch.int32, torch.float32), (torch.float16, torch.float16)):
@@ -345,16 +415,24 @@ def test_odd_leaves_in_odd_leaves() -> None:
         assert bounded.to_dense().tolist() == [[0, 5], [0, 0], [4, 0]]
     entries = torch.sparse_coo_tensor([[0, 1], [1, 0]], [3.0, 4.0], (2, 2), check_invariants=False)
     with pytest.raises(TypeError, match=r"grads\[0\] is sparse, and stores single entries"):
-        uc.clip([entries], uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_entry), [torch.ones(2, 2)])
+        uc.clip(
+            [entries],
+            uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_entry),
+            [torch.ones(2, 2)],
+        )
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), lambda grad: grad / 5, uc.by_value(-1, 1)])
+@pytest.mark.parametrize(
+    "rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), lambda grad: grad / 5, uc.by_value(-1, 1)]
+)
 def test_a_sparse_gradient_in_place(rule: Any) -> None:
     """The same object has its sum changed, once, and autograd is told."""
     import torch
 
-    leaf = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([[1.0], [4.0], [2.0]]), (3, 1), check_invariants=False)
+    leaf = torch.sparse_coo_tensor(
+        [[2, 0, 2]], torch.tensor([[1.0], [4.0], [2.0]]), (3, 1), check_invariants=False
+    )
     wanted = uc.clip([leaf, leaf], rule)[0][0].to_dense()
     version, grads = leaf._version, [leaf, leaf]
     uc.clip_(grads, rule)
@@ -364,10 +442,15 @@ def test_a_sparse_gradient_in_place(rule: Any) -> None:
 
 @pytest.mark.needs("torch")
 def test_the_memory_of_a_sparse_gradient() -> None:
-    """One factor is written into its own memory, which other tensors may have; single entries are written, too."""
+    """One factor is written into its own memory, which other tensors may have.
+
+    Single entries are written, too.
+    """
     import torch
 
-    leaf = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([[1.0], [4.0], [2.0]]), (3, 1), check_invariants=False)
+    leaf = torch.sparse_coo_tensor(
+        [[2, 0, 2]], torch.tensor([[1.0], [4.0], [2.0]]), (3, 1), check_invariants=False
+    )
     uc.clip_([leaf.detach()], uc.by_global_norm(2.5))
     torch.testing.assert_close(leaf.to_dense(), torch.tensor([[2.0], [0.0], [1.5]]))
     places = [[1, 0, 1, 1], [0, 1, 0, 1]]
@@ -380,23 +463,35 @@ def test_the_memory_of_a_sparse_gradient() -> None:
 def test_a_limit_for_each_row_of_another_leaf(framework: Framework) -> None:
     """What a dense leaf has for each row is no matter of a sparse one in another group."""
     limits = {"dense": framework.array([1.0, 2.0]), "sparse": 5.0}
-    rule = uc.Rule(uc.limits.PerGroup(limits), scope=uc.Scope(label=lambda path, leaf: path[0], axes=(1,)))
-    grads = {"dense": framework.array([[3.0, 4.0]] * 2), "sparse": framework.sparse((4, 2), [2, 1], [[6.0, 8.0]] * 2)}
+    rule = uc.Rule(
+        uc.limits.PerGroup(limits), scope=uc.Scope(label=lambda path, leaf: path[0], axes=(1,))
+    )
+    grads = {
+        "dense": framework.array([[3.0, 4.0]] * 2),
+        "sparse": framework.sparse((4, 2), [2, 1], [[6.0, 8.0]] * 2),
+    }
     clipped, _ = uc.clip(grads, rule)
-    np.testing.assert_allclose(framework.numpy(clipped["dense"]), [[0.6, 0.8], [1.2, 1.6]], rtol=1e-6)
+    np.testing.assert_allclose(
+        framework.numpy(clipped["dense"]), [[0.6, 0.8], [1.2, 1.6]], rtol=1e-6
+    )
     np.testing.assert_allclose(framework.dense(clipped["sparse"])[1:3], [[3.0, 4.0]] * 2, rtol=1e-6)
 
 
 @pytest.mark.needs("tensorflow")
 def test_slices_of_unknown_shape() -> None:
-    """Rows of a matrix whose number is unknown are clipped by value, by bounds for each column too."""
+    """Rows of a matrix whose number is unknown are clipped by value,
+    by bounds for each column too.
+    """
     import tensorflow as tf
 
     columns = tf.constant([1.0, 2.0])
 
     def clip(values: Any, rows: Any) -> Any:
         slices = tf.IndexedSlices(values, rows)
-        return [uc.clip(slices, rule)[0].values for rule in (uc.by_value(-1.0, 1.0), uc.by_value(-columns, columns))]
+        return [
+            uc.clip(slices, rule)[0].values
+            for rule in (uc.by_value(-1.0, 1.0), uc.by_value(-columns, columns))
+        ]
 
     for run in (clip, tf.function(clip)):
         found = run(tf.constant([[3.0, 4.0]]), tf.constant([7]))
@@ -406,7 +501,9 @@ def test_slices_of_unknown_shape() -> None:
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_sizes_that_are_known_later(dtype: str) -> None:
-    """Means are over all entries of a matrix whose shape is a value of the graph, sparse and dense."""
+    """Means are over all entries of a matrix whose shape is a value of the graph,
+    sparse and dense.
+    """
     import tensorflow as tf
 
     rule = uc.Rule(math.inf, norm=uc.norms.RMS)
@@ -416,13 +513,17 @@ def test_sizes_that_are_known_later(dtype: str) -> None:
         slices = tf.IndexedSlices(values, tf.constant([1, 3]), shape)
         return [uc.clip(grads, rule)[1].norms for grads in (slices, values)]
 
-    np.testing.assert_allclose(norms([[3, 3], [3, 3]], [6, 2]), [math.sqrt(36 / 12), 3.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        norms([[3, 3], [3, 3]], [6, 2]), [math.sqrt(36 / 12), 3.0], rtol=1e-6
+    )
     with pytest.raises(ValueError, match=r"grads is sparse, and does not tell the size"):
         uc.clip(tf.IndexedSlices(tf.constant([[3.0]]), tf.constant([1])), rule)
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")
-@pytest.mark.parametrize("rule", [uc.by_block_rms(1.0), uc.by_average_norm(0.5), uc.by_norm(0.5, axis=0)])
+@pytest.mark.parametrize(
+    "rule", [uc.by_block_rms(1.0), uc.by_average_norm(0.5), uc.by_norm(0.5, axis=0)]
+)
 def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
     """Means are over all entries, those that are not stored too, as of the dense gradient."""
     rows, values = [0, 0, 2], [[1.0, 2.0], [2.0, 2.0], [-3.0, 8.0]]
@@ -437,7 +538,9 @@ def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
 
 @pytest.mark.needs("jax")
 def test_a_node_of_jax_is_planned_once() -> None:
-    """What is found out about a tree is kept, also where only JAX opens it, unless it has arrays as static parts."""
+    """What is found out about a tree is kept, also where only JAX opens it,
+    unless it has arrays as static parts.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -446,9 +549,13 @@ def test_a_node_of_jax_is_planned_once() -> None:
     )
     for static, times in (("fixed", 2), (np.ones(2), 6)):
         seen = []
-        rule = uc.by_group_norm({"w": 1.0, "b": 2.0}, lambda path, leaf, seen=seen: seen.append(path) or path[-1])
+        rule = uc.by_group_norm(
+            {"w": 1.0, "b": 2.0}, lambda path, leaf, seen=seen: seen.append(path) or path[-1]
+        )
         for number in (1.0, 2.0, 3.0):
-            clipped, report = uc.clip([node(jnp.asarray([3.0 * number]), jnp.asarray([number]), copy(static))], rule)
+            clipped, report = uc.clip(
+                [node(jnp.asarray([3.0 * number]), jnp.asarray([number]), copy(static))], rule
+            )
         assert len(seen) == times
         assert (str(clipped[0].static), float(report.norms["w"])) == (str(static), 9.0)
 
@@ -488,19 +595,27 @@ def test_a_function_of_repeated_rows(framework: Framework) -> None:
     grads = framework.sparse((4, 1), [2, 0, 2], [[0.5], [3.0], [0.25]])
     for function in (lambda grad: grad + 1, uc.by_value(1.75, 4.0)):
         clipped = framework.dense(uc.clip([grads], function)[0][0])
-        np.testing.assert_array_equal(clipped[[0, 2], 0], [4.0, 1.75] if callable(function) else [3.0, 1.75])
+        np.testing.assert_array_equal(
+            clipped[[0, 2], 0], [4.0, 1.75] if callable(function) else [3.0, 1.75]
+        )
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(0.5), lambda grad: grad / 5, uc.agc(0.1)])
+@pytest.mark.parametrize(
+    "rule", [uc.by_global_norm(1.0), uc.by_norm(0.5), lambda grad: grad / 5, uc.agc(0.1)]
+)
 def test_embeddings_that_are_added(rule: Any) -> None:
-    """Their sparse gradients have one memory and other rows, and each is clipped as the dense one is."""
+    """Their sparse gradients have one memory and other rows,
+    and each is clipped as the dense one is.
+    """
     import torch
 
     torch.manual_seed(0)
     words, places = (torch.nn.Embedding(n, 3, sparse=True) for n in (9, 4))
     for _ in range(2):
-        (words(torch.tensor([1, 5, 1, 8])) + places(torch.tensor([0, 1, 2, 2]))).pow(2).sum().backward()
+        (words(torch.tensor([1, 5, 1, 8])) + places(torch.tensor([0, 1, 2, 2]))).pow(
+            2
+        ).sum().backward()
         params = [words.weight, places.weight]
         dense = [param.grad.to_dense() for param in params]
         grads = [param.grad for param in params]
@@ -524,10 +639,15 @@ def test_what_is_no_tensor_of_torch(clip: Any) -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("rule", [uc.by_global_norm(0.5), uc.by_norm(0.2), uc.by_global_norm(0.5, nonfinite="zero")])
+@pytest.mark.parametrize(
+    "rule", [uc.by_global_norm(0.5), uc.by_norm(0.2), uc.by_global_norm(0.5, nonfinite="zero")]
+)
 @pytest.mark.parametrize("ids", [[7], [7, 3, 7, 1]])
 def test_sparse_gradients_that_share_memory(rule: Any, ids: list[int]) -> None:
-    """Each embedding of a sum may be clipped alone, or with the other; a gradient may come twice, as another tensor."""
+    """Each embedding of a sum may be clipped alone, or with the other.
+
+    A gradient may come twice, as another tensor.
+    """
     import torch
 
     def gradients() -> list[Any]:

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: MIT
-"""Gradient clipping, once, for every array framework: NumPy, PyTorch, TensorFlow, JAX and any array API library.
+"""Gradient clipping, once, for every array framework: NumPy, PyTorch, TensorFlow,
+JAX and any array API library.
 
     import uniclip as uc
 
     grads, norm = uc.clip_by_global_norm(grads, 1.0)    # any list, dict or other tree of arrays
 
 Familiar functions, which return clipped gradients
-    `clip_by_value`, `clip_by_norm`, `clip_by_average_norm`, `clip_by_global_norm`; `global_norm` only measures.
+    `clip_by_value`, `clip_by_norm`, `clip_by_average_norm`, `clip_by_global_norm`; `global_norm`
+    only measures.
 
 Run any rule
-    ``clipped, report = uc.clip(grads, rule)``, `clip_` in place, `clip_and_sum` over the gradients of examples.
-    ``clipper = uc.Clipper(rule)`` holds the memory of adaptive rules: ``clipped = clipper(grads)``.
-    Inside an optimizer: ``uniclip.integrations.torch``, ``.keras``, ``.optax``, ``.lightning``, ``.transformers`` and
-    ``.tensorflow``.
+    ``clipped, report = uc.clip(grads, rule)``, `clip_` in place, `clip_and_sum` over the gradients
+    of examples. ``clipper = uc.Clipper(rule)`` holds the memory of adaptive rules:
+    ``clipped = clipper(grads)``. Inside an optimizer: ``uniclip.integrations.torch``, ``.keras``,
+    ``.optax``, ``.lightning``, ``.transformers`` and ``.tensorflow``.
 
 Published rules
-    Fixed limits: `by_value`, `by_norm`, `by_average_norm`, `by_global_norm`, `by_group_norm`, `by_block_rms`,
-    `to_global_norm`.
-    Relative to the parameters: `agc`, `larc`, `cowclip`.
-    Adaptive, learned from earlier steps: `autoclip`, `percentile_clipping`, `zclip`, `log_zscore`, `skip_spikes`,
-    `adagc`, `adagn`, `norm_growth`, `spam`.
-    Per example: `by_example_norm`, `by_example_layer_norm`, `by_example_quantile`, `auto_s`, `psac`.
-    Rules of rules: `chain`, `masked`.
+    Fixed limits: `by_value`, `by_norm`, `by_average_norm`, `by_global_norm`, `by_group_norm`,
+    `by_block_rms`, `to_global_norm`. Relative to the parameters: `agc`, `larc`, `cowclip`.
+    Adaptive, learned from earlier steps: `autoclip`, `percentile_clipping`, `zclip`, `log_zscore`,
+    `skip_spikes`, `adagc`, `adagn`, `norm_growth`, `spam`. Per example: `by_example_norm`,
+    `by_example_layer_norm`, `by_example_quantile`, `auto_s`, `psac`. Rules of rules: `chain`,
+    `masked`.
 
 Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, put together by `Rule`
     `uniclip.scopes`    which entries share one norm?

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Validate arguments, and describe any value in a few words, for errors; print a choice as the source that makes it.
+"""Validate arguments, and describe any value in a few words, for errors.
 
-Each error names the argument, what is allowed, and the value. Functions for numbers return Python numbers, which work
-with every framework.
+Print a choice as the source that makes it.
+
+Each error names the argument, what is allowed, and the value. Functions for numbers return Python
+numbers, which work with every framework.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 
 
 class NonFiniteError(FloatingPointError, RuntimeError):
-    """What ``nonfinite="raise"`` raises: a floating-point error, and the `RuntimeError` of PyTorch's own functions."""
+    """What ``nonfinite="raise"`` raises: a floating-point error,
+    and the `RuntimeError` of PyTorch's own functions.
+    """
 
 
 def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
@@ -48,7 +52,9 @@ def settle(choice: object, **values: object) -> None:
 
 
 def nonnegative(name: str, value: Any, hint: str = "") -> Any:
-    """Validate a nonnegative number, returned as a Python number, or a real 0-d array, returned as it is."""
+    """Validate a nonnegative number, returned as a Python number, or a real 0-d array,
+    returned as it is.
+    """
     value = nonnegatives(name, value, hint)
     if isinstance(value, Real):
         return value
@@ -58,7 +64,9 @@ def nonnegative(name: str, value: Any, hint: str = "") -> Any:
 
 
 def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
-    """Validate a nonnegative number, returned as a Python number, or a real array, returned as it is."""
+    """Validate a nonnegative number, returned as a Python number, or a real array,
+    returned as it is.
+    """
     if type(value) is float and value >= 0:  # Python's own; other types of numbers follow
         return value
     value = real(name, value, f"a number or a 0-d array{hint}")
@@ -83,7 +91,8 @@ def holds_reals(array: Any) -> bool:
 
 
 def number(name: str, value: Any, wanted: str = "a number") -> Any:
-    """Convert any real number, or a readable 0-d array, to a Python float, or an int that is a float, too.
+    """Convert any real number, or a readable 0-d array, to a Python float,
+    or an int that is a float, too.
 
     Raises
     ------
@@ -94,11 +103,23 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
     """
     if type(value) is float:
         return value
-    check(name, value, not isinstance(value, bool) and (isinstance(value, (Real, Decimal)) or _single(value)), wanted)
+    check(
+        name,
+        value,
+        not isinstance(value, bool) and (isinstance(value, (Real, Decimal)) or _single(value)),
+        wanted,
+    )
     try:
-        return int(value) if isinstance(value, Integral) and abs(int(value)) <= _EXACT else float(value)
+        return (
+            int(value)
+            if isinstance(value, Integral) and abs(int(value)) <= _EXACT
+            else float(value)
+        )
     except OverflowError as error:
-        msg = f"{name} must be within the range of a float (1.8e+308, or math.inf), got {short(value)}"
+        msg = (
+            f"{name} must be within the range of a float (1.8e+308, or math.inf), got "
+            f"{short(value)}"
+        )
         raise ValueError(msg) from error
 
 
@@ -109,15 +130,26 @@ _EXACT = 2**53
 def _single(array: Any) -> bool:
     """Whether an array is one number that can be read."""
     backend = backend_of(array)
-    return backend is not None and not backend.traced(array) and tuple(array.shape) == () and holds_reals(array)
+    return (
+        backend is not None
+        and not backend.traced(array)
+        and tuple(array.shape) == ()
+        and holds_reals(array)
+    )
 
 
 def refuse_in_step(loss: Any, params: Any = None) -> None:
     """Validate the loss of a step, and refuse it or ``all_reduce`` in the place of ``params``."""
     if params is not None:
         function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
-        check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
-        scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
+        check(
+            "params",
+            params,
+            not function,
+            "a tree of parameters (to join norms, write all_reduce=)",
+        )
+        # with one it may be a parameter
+        scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")
         check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
     if loss is not None:
         shape = getattr(real("loss", loss, "one number"), "shape", ())
@@ -160,7 +192,11 @@ def whole(name: str, value: Any, low: float = -math.inf) -> int:
         result = operator.index(value)
     except Exception:  # noqa: BLE001 - any error of a framework for an array that is not one integer
         result = None
-    fits = result is not None and not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", ""))
+    fits = (
+        result is not None
+        and not isinstance(value, bool)
+        and "bool" not in str(getattr(value, "dtype", ""))
+    )
     check(name, value, fits, "a whole number")
     return within(name, result, low, math.inf) if low > -math.inf else result  # type: ignore[return-value]
 
@@ -209,11 +245,17 @@ def source(value: object) -> str:
         return repr(int(value) if isinstance(value, Integral) else float(value))
     if _is_array(value):
         return f"<array of shape {_shape(value)}>"
-    return public(value.__module__, value.__qualname__) if hasattr(value, "__qualname__") else repr(value)
+    return (
+        public(value.__module__, value.__qualname__)
+        if hasattr(value, "__qualname__")
+        else repr(value)
+    )
 
 
 def public(module: str | None, name: str) -> str:
-    """Return the public name of a class, function or constant of a module, with ``uniclip`` as ``uc``."""
+    """Return the public name of a class, function or constant of a module,
+    with ``uniclip`` as ``uc``.
+    """
     root, home = f"{module}..".split(".")[:2]
     if root != "uniclip" or home == "integrations":
         return name
@@ -221,21 +263,29 @@ def public(module: str | None, name: str) -> str:
 
 
 def short(value: object) -> str:
-    """Describe any value in a few words; an array by its class, dtype and shape, never by its entries."""
+    """Describe any value in a few words.
+
+    An array by its class, dtype and shape, never by its entries.
+    """
     text = _name_of(value) or _contained(value) or f"{article(describe(value))} {describe(value)}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
 def describe(leaf: Any) -> str:
     """Return the class of an object, and dtype and shape of an array."""
-    dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") and not isinstance(leaf, type) else ""
+    dtype = (
+        f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") and not isinstance(leaf, type) else ""
+    )
     dtype += f" and shape {_shape(leaf)}" if _is_array(leaf) else ""
     module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
     return f"{module}{type(leaf).__qualname__}{dtype}"
 
 
 def printed(key: object) -> str:
-    """Return a key of a tree as source text; one that holds an array is described in a few words."""
+    """Return a key of a tree as source text.
+
+    One that holds an array is described in a few words.
+    """
     text = "" if hasattr(key, "shape") else repr(key)
     return text if 0 < len(text) <= _LONGEST else short(key)
 
@@ -270,7 +320,9 @@ def holds_arrays(value: Any) -> bool:
     """Whether a value is an array with dimensions, or a container of arrays."""
     if _is_array(value):
         return bool(_shape(value) != ())
-    return not isinstance(value, (Number, Printed)) and any(map(_is_array, optree.tree_leaves(value)))
+    return not isinstance(value, (Number, Printed)) and any(
+        map(_is_array, optree.tree_leaves(value))
+    )
 
 
 def _is_array(value: Any) -> bool:
@@ -282,11 +334,15 @@ def _is_array(value: Any) -> bool:
 
 def _shape(array: Any) -> Any:
     shape = getattr(array, "shape", ())
-    return shape if getattr(shape, "rank", 0) is None else tuple(shape)  # one of unknown rank is not a sequence
+    # One of unknown rank is not a sequence.
+    return shape if getattr(shape, "rank", 0) is None else tuple(shape)
 
 
 def _name_of(value: Any) -> str | None:
-    """Return the short repr of a number, string, named function or choice; ``None`` for anything else."""
+    """Return the short repr of a number, string, named function or choice.
+
+    ``None`` for anything else.
+    """
     text = getattr(value, "__qualname__", None)
     text = public(getattr(value, "__module__", None), text) if isinstance(text, str) else None
     if isinstance(value, int) and value.bit_length() > _LONGEST:
@@ -313,7 +369,10 @@ def _contained(value: Any) -> str | None:
         return None
     tree: Any = value
     leaves = optree.tree_leaves(tree)
-    kinds = {"array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value" for leaf in leaves}
+    kinds = {
+        "array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value"
+        for leaf in leaves
+    }
     name = type(value).__qualname__
     if type(value) is tuple and "array" not in kinds and len(leaves) <= _FEW:
         return f"({', '.join(map(short, value))}{',' * (len(value) == 1)})"
@@ -323,7 +382,10 @@ def _contained(value: Any) -> str | None:
 
 
 def _differs(value: Any, default: Any) -> bool:
-    """Whether a field differs from its default; an array always does, since comparing it gives no boolean."""
+    """Whether a field differs from its default.
+
+    An array always does, since comparing it gives no boolean.
+    """
     return (hasattr(value, "shape") and not isinstance(value, Number)) or bool(value != default)
 
 
@@ -349,7 +411,9 @@ class Origin(NamedTuple):
 
 
 class Printed:
-    """A frozen dataclass that prints as its public name, or as the call that made it: of a preset, or of its class."""
+    """A frozen dataclass that prints as its public name, or as the call that made it: of a preset,
+    or of its class.
+    """
 
     origin: ClassVar[Origin | None] = None
     """The call of a preset that made it; it takes no part in comparisons."""
@@ -365,17 +429,27 @@ class Printed:
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return the source text, with the arguments as ``show`` prints them."""
         module = type(self).__module__
-        for name in sys.modules[module].__all__ if module in {"uniclip.norms", "uniclip.scopes"} else ():
+        for name in (
+            sys.modules[module].__all__ if module in {"uniclip.norms", "uniclip.scopes"} else ()
+        ):
             value = getattr(sys.modules[module], name)
             if type(value) is type(self) and value == self:
                 return public(module, name)
-        return f"{public(type(self).__module__, type(self).__qualname__)}({', '.join(self._arguments(show))})"
+        return (
+            f"{public(type(self).__module__, type(self).__qualname__)}("
+            f"{', '.join(self._arguments(show))})"
+        )
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
         me: Any = self
-        defaults = [(f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(me)]
+        defaults = [
+            (f.name, f.default if f.default_factory is MISSING else f.default_factory())
+            for f in fields(me)
+        ]
         return [
-            show(getattr(self, name)) if default is MISSING else f"{name}={show(getattr(self, name))}"
+            show(getattr(self, name))
+            if default is MISSING
+            else f"{name}={show(getattr(self, name))}"
             for name, default in defaults
             if default is MISSING or _differs(getattr(self, name), default)
         ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Types of arguments, for type checkers and editors.
 
-They are protocols, so that checkers find mistakes also where a framework is not installed. Results such as norms are
-``Any``: they are arrays of the gradients' framework, which no type can express.
+They are protocols, so that checkers find mistakes also where a framework is not installed. Results
+such as norms are ``Any``: they are arrays of the gradients' framework, which no type can express.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ class Array(Protocol):
 
     @property
     def shape(self) -> Iterable[Any]:
-        """The lengths of the axes. A network, which seems to have every attribute, could not be iterated over."""
+        """The lengths of the axes.
+
+        A network, which seems to have every attribute, could not be iterated over.
+        """
 
     @property
     def dtype(self) -> Any:
@@ -28,7 +31,9 @@ class Array(Protocol):
 
 Number: TypeAlias = float | Array
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
-"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype, see `uniclip.rule`."""
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype,
+see `uniclip.rule`.
+"""
 Path: TypeAlias = tuple[Any, ...]
 """The keys that lead to a leaf of a tree."""
 

@@ -7,6 +7,7 @@ def version() -> str:
     from importlib import metadata  # noqa: PLC0415 - takes a third of uniclip's import time
 
     try:
-        return metadata.version("uniclip-gradients") or "0+unknown"  # some Pythons return None for broken metadata
+        # Some Pythons return None for broken metadata.
+        return metadata.version("uniclip-gradients") or "0+unknown"
     except (ImportError, KeyError):
         return "0+unknown"

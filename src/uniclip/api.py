@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The functions people call: clip by any rule, in place or summed over examples, and the familiar functions.
+"""The functions people call: clip by any rule, in place or summed over examples,
+and the familiar functions.
 
-The familiar functions keep their established names and argument order. Docstring examples assume ``np`` and ``uc``.
+The familiar functions keep their established names and argument order. Docstring examples assume
+``np`` and ``uc``.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from uniclip.report import Report
 from uniclip.rule import Rule, take_step
 
 __all__ = [
-    "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm", "clip_by_value",
-    "global_norm",
+    "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm",
+    "clip_by_value", "global_norm",
 ]  # fmt: skip
 
 
 def clip(
-    grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
+    grads: T,
+    rule: AnyRule,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
 ) -> tuple[T, Report]:
     """Clip gradients by a rule without memory, or by a function of one gradient array.
 
@@ -40,14 +46,15 @@ def clip(
     params : tree, optional
         The parameters, for limits relative to them; a tree with the same paths as ``grads``.
     all_reduce : callable, process group, device mesh, or axis name, optional
-        How to reduce over the processes or devices that hold parts of one tree: a function of ``(array, op)`` that
-        reduces an array elementwise over all of them, where ``op`` is ``"sum"`` or ``"max"``; a
-        ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of a JAX axis, or a tuple of names. A rule with
-        one norm takes any leaves in each process. One with a norm for each leaf needs the same leaves in all of them,
-        ``None`` where one is absent; named groups (`uniclip.by_group_norm`) may be empty in some.
+        How to reduce over the processes or devices that hold parts of one tree: a function of
+        ``(array, op)`` that reduces an array elementwise over all of them, where ``op`` is
+        ``"sum"`` or ``"max"``; a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of
+        a JAX axis, or a tuple of names. A rule with one norm takes any leaves in each process. One
+        with a norm for each leaf needs the same leaves in all of them, ``None`` where one is
+        absent; named groups (`uniclip.by_group_norm`) may be empty in some.
     shared : callable, optional
-        A function of a leaf's path (a tuple of keys) and the leaf, for copies that count once: true if every process
-        holds it, or the number of those that do.
+        A function of a leaf's path (a tuple of keys) and the leaf, for copies that count once: true
+        if every process holds it, or the number of those that do.
 
     Returns
     -------
@@ -59,8 +66,8 @@ def clip(
     Raises
     ------
     TypeError
-        If a leaf is not an array, leaves belong to two frameworks, a function does not return an array, or
-        ``rule`` is neither a rule nor a function.
+        If a leaf is not an array, leaves belong to two frameworks, a function does not return an
+        array, or ``rule`` is neither a rule nor a function.
     ValueError
         If the rule has memory, a limit is negative or NaN, or an iterator is exhausted.
     FloatingPointError
@@ -81,15 +88,19 @@ def clip(
 
 
 def clip_(
-    grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
+    grads: Any,
+    rule: AnyRule,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
 ) -> Report:
     """Clip gradients in place, without a second copy of them.
 
     Parameters
     ----------
     grads, rule, params, all_reduce, shared
-        As in `clip`, but the arrays must be writable. An array that occurs twice counts twice, and is written
-        once.
+        As in `clip`, but the arrays must be writable. An array that occurs twice counts twice, and
+        is written once.
 
     Returns
     -------
@@ -98,17 +109,19 @@ def clip_(
     Raises
     ------
     TypeError
-        As `clip`; and if something is to be written and an array cannot be: the framework's arrays are immutable,
-        it is read-only, or several of its entries share memory; or if it holds integers and the rule measures norms.
+        As `clip`; and if something is to be written and an array cannot be: the framework's arrays
+        are immutable, it is read-only, or several of its entries share memory; or if it holds
+        integers and the rule measures norms.
     ValueError
         As `clip`; and if something is to be written and two arrays overlap.
     FloatingPointError
-        As `clip`. After an error raised by uniclip no array has changed, except by earlier rules of a `chain`.
+        As `clip`. After an error raised by uniclip no array has changed, except by earlier rules of
+        a `chain`.
 
     Notes
     -----
-    A function of an array, the scope `uniclip.scopes.each_entry` and tensors that record derivatives need temporary
-    memory of the array's size.
+    A function of an array, the scope `uniclip.scopes.each_entry` and tensors that record
+    derivatives need temporary memory of the array's size.
 
     Examples
     --------
@@ -121,15 +134,19 @@ def clip_(
 
 
 def clip_and_sum(
-    grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
+    grads: T,
+    rule: Rule,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
 ) -> tuple[T, Report]:
     """Clip each example's gradient and sum over the examples, without storing the clipped ones.
 
     Parameters
     ----------
     grads : array or tree of arrays
-        The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))`` and
-        ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
+        The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))``
+        and ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
     rule : Rule
         One without memory, such as `uniclip.by_example_norm`.
     params, all_reduce, shared
@@ -150,8 +167,8 @@ def clip_and_sum(
 
     Notes
     -----
-    For the mean divide by the number of examples; with differential privacy add the noise first, and divide by the
-    expected number.
+    For the mean divide by the number of examples; with differential privacy add the noise first,
+    and divide by the expected number.
 
     Examples
     --------
@@ -162,9 +179,12 @@ def clip_and_sum(
     if not isinstance(rule, Rule):
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
-    _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
+    _refuse_memory(
+        rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped"
+    )
     step = Step(params, all_reduce, shared=shared)
-    decision = decide_generally(rule, open_tree(grads), _NOTHING, step, rule.constant)  # the lane knows no examples
+    # The lane knows no examples.
+    decision = decide_generally(rule, open_tree(grads), _NOTHING, step, rule.constant)
     return decision.summed(), decision.report()
 
 
@@ -186,7 +206,8 @@ def clip_by_value(grads: T, min: Number, max: Number) -> T:
     Raises
     ------
     TypeError
-        If a leaf is complex or not an array, or a bound for integer gradients is not a whole number.
+        If a leaf is complex or not an array, or a bound for integer gradients is not a whole
+        number.
     ValueError
         If ``min > max`` or either is NaN.
 
@@ -202,7 +223,9 @@ def clip_by_value(grads: T, min: Number, max: Number) -> T:
     return clip(grads, ByValue(min, max))[0]
 
 
-def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> T:
+def clip_by_norm(
+    grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | None = None, ord: float = 2
+) -> T:
     """Scale each leaf to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
@@ -233,8 +256,12 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    rule = (_rule_of_order(_EACH, ord) if axis is None else None) or by_norm(1.0, axis=axis, ord=ord)
-    return decide(rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clip_leaves()
+    rule = (_rule_of_order(_EACH, ord) if axis is None else None) or by_norm(
+        1.0, axis=axis, ord=ord
+    )
+    return decide(
+        rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
+    ).clip_leaves()
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
@@ -266,10 +293,14 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return decide(_AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clip_leaves()
+    return decide(
+        _AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
+    ).clip_leaves()
 
 
-def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None) -> tuple[T, Any]:
+def clip_by_global_norm(
+    grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None
+) -> tuple[T, Any]:
     """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``, which keeps the direction.
 
     Parameters
@@ -285,8 +316,8 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     Returns
     -------
     clipped : tree
-        Like ``grads``; integers become the framework's default float. Unclipped gradients are returned
-        bit for bit, in eager code on the CPU as the same objects.
+        Like ``grads``; integers become the framework's default float. Unclipped gradients are
+        returned bit for bit, in eager code on the CPU as the same objects.
     norm : 0-d array
         The norm before clipping, in float32 or wider.
 

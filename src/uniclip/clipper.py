@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A rule together with its memory, for training loops that are not compiled, and for adapters of such loops.
+"""A rule together with its memory, for training loops that are not compiled,
+and for adapters of such loops.
 
-An adapter says where its library's gradients, steps, states and logs are; what is remembered of a step is here.
+An adapter says where its library's gradients, steps, states and logs are; what is remembered of a
+step is here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from uniclip._errors import check, short
 from uniclip._types import Number, Step, T
 from uniclip.backends import outlives, to_lists
 from uniclip.compose import AnyRule, as_rule
-from uniclip.report import AVERAGED, MANY_SKIPPED, NORM, NORM_MAX, Report, read_arrays, report_outlives, was_skipped
+from uniclip.report import (
+    AVERAGED,
+    MANY_SKIPPED,
+    NORM,
+    NORM_MAX,
+    Report,
+    read_arrays,
+    report_outlives,
+    was_skipped,
+)
 from uniclip.rule import take_step
 from uniclip.saved import (
     Leaves,
@@ -47,7 +58,9 @@ _KEPT = 200
 
 
 class _Last(NamedTuple):
-    """What a clipper holds after a step, in one tuple, so that other threads never see half a step."""
+    """What a clipper holds after a step, in one tuple,
+    so that other threads never see half a step.
+    """
 
     state: Any = None
     report: Report | None = None
@@ -58,7 +71,9 @@ class _Last(NamedTuple):
     loaded: Saved | None = None
     """The loaded state, until the first step."""
     kept: Saved | None = None
-    """The rows of leaves or groups that are not in the tree, where an integration keeps them; else ``None``."""
+    """The rows of leaves or groups that are not in the tree, where an integration keeps them;
+    else ``None``.
+    """
 
 
 class Clipper:
@@ -83,12 +98,13 @@ class Clipper:
     Raises
     ------
     TypeError
-        If ``rule`` is neither a rule nor a function of one gradient array, or ``record`` not a recorder.
+        If ``rule`` is neither a rule nor a function of one gradient array, or ``record`` not a
+        recorder.
 
     Notes
     -----
-    A clipper can be copied, pickled, and read by other threads while one thread clips. In compiled code, whose
-    Python runs once and not at every step, use ``rule.init`` and ``rule.update``.
+    A clipper can be copied, pickled, and read by other threads while one thread clips. In compiled
+    code, whose Python runs once and not at every step, use ``rule.init`` and ``rule.update``.
 
     Examples
     --------
@@ -172,16 +188,21 @@ class Clipper:
         return self._step(grads, Step(params, all_reduce, loss, in_place=True, shared=shared))[1]
 
     def init(self, grads: Any) -> None:
-        """Make the state before the first step, from gradients or from parameters of the same shapes.
+        """Make the state before the first step, from gradients or from parameters of the
+        same shapes.
 
-        Parameters that have no gradient in the first step need it in rules with a norm for each row or entry.
+        Parameters that have no gradient in the first step need it in rules with a norm for each row
+        or entry.
         """
         flat = flatten(grads)
         leaves = leaves_of(self.rule, flat)
         self._last = _Last(self._first(flat, leaves), None, leaves, flat.spec)
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars of the last step, see `uniclip.Report.scalars`; empty before the first one."""
+        """Return the scalars of the last step, see `uniclip.Report.scalars`.
+
+        Empty before the first one.
+        """
         return {} if self.report is None else self.report.scalars()
 
     def logs(self) -> dict[str, float]:
@@ -190,9 +211,9 @@ class Clipper:
         Returns
         -------
         dict of str to float
-            `scalars`, with the means over these steps of ``"clip/share"`` and ``"clip/skipped"``, and
-            ``"clip/norm_max"``, the largest finite norm. Empty if there was no step. Steps are kept from the first call
-            on, which returns the last one only.
+            `scalars`, with the means over these steps of ``"clip/share"`` and ``"clip/skipped"``,
+            and ``"clip/norm_max"``, the largest finite norm. Empty if there was no step. Steps are
+            kept from the first call on, which returns the last one only.
 
         Examples
         --------
@@ -211,7 +232,8 @@ class Clipper:
         return self._window.read()
 
     def state_dict(self, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
-        """Return the memory of the rule as plain numbers and lists, for any file format and framework.
+        """Return the memory of the rule as plain numbers and lists,
+        for any file format and framework.
 
         Parameters
         ----------
@@ -221,9 +243,9 @@ class Clipper:
         Returns
         -------
         dict
-            ``json.dumps`` accepts it: ``"state"`` holds the numbers by name, ``"leaves"`` the leaves whose norms they
-            are, ``"rule"`` the kind of rule, and ``"format"`` the version of the format. It is empty before the first
-            step and for a rule without memory.
+            ``json.dumps`` accepts it: ``"state"`` holds the numbers by name, ``"leaves"`` the
+            leaves whose norms they are, ``"rule"`` the kind of rule, and ``"format"`` the version
+            of the format. It is empty before the first step and for a rule without memory.
         """
         last = self._last
         if last.loaded is not None:
@@ -231,36 +253,47 @@ class Clipper:
         if last.state is None or not self.rule.memory:
             return {}
         known = last.leaves is not None or labelled(self.rule)
-        saved = Saved(last.leaves if known else leaves_of(self.rule, flatten([])), values_of(last.state))
-        return to_saved(self.rule, saved if last.kept is None else merge_states(self.rule, saved, last.kept), convert)
+        saved = Saved(
+            last.leaves if known else leaves_of(self.rule, flatten([])), values_of(last.state)
+        )
+        return to_saved(
+            self.rule,
+            saved if last.kept is None else merge_states(self.rule, saved, last.kept),
+            convert,
+        )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a memory that was saved by a clipper or an integration, in this or another framework.
+        """Restore a memory that was saved by a clipper or an integration,
+        in this or another framework.
 
         Parameters
         ----------
         saved : dict
-            It is copied, and converted to arrays like those of the state, or at the first step, which knows the
-            framework, the dtypes and the shapes. An empty dict starts over.
+            It is copied, and converted to arrays like those of the state, or at the first step,
+            which knows the framework, the dtypes and the shapes. An empty dict starts over.
 
         Raises
         ------
         TypeError
             If it is not a dict.
         ValueError
-            If it belongs to another rule; and if it belongs to other leaves or has other shapes, raised here if the
-            clipper already has a state, else at the next step. Then nothing is loaded.
+            If it belongs to another rule; and if it belongs to other leaves or has other shapes,
+            raised here if the clipper already has a state, else at the next step. Then nothing is
+            loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         if saved and self.state is not None:
-            self.state = restore_state(from_saved(saved, self.rule), self.rule, self._last.leaves, self.state)
+            self.state = restore_state(
+                from_saved(saved, self.rule), self.rule, self._last.leaves, self.state
+            )
         else:
             self._last = _Last(loaded=from_saved(saved, self.rule) if saved else None)
 
     def change_leaves(self, grads: Any, renamed: Mapping[str, str]) -> None:
         """Go on with a tree of other leaves, for integrations that know which of them are the same.
 
-        Leaves that were there before keep their rows of the memory, also while they are gone; others get new ones.
+        Leaves that were there before keep their rows of the memory, also while they are gone;
+        others get new ones.
 
         Parameters
         ----------
@@ -274,15 +307,18 @@ class Clipper:
         if before.state is not None and before.leaves is not None:
             rows = Saved(before.leaves, values_of(before.state))
             rows = rows if before.kept is None else merge_states(self.rule, rows, before.kept)
-            leaves = [part and [renamed.get(label, label) for label in part] for part in rows.leaves or ()]
+            leaves = [
+                part and [renamed.get(label, label) for label in part] for part in rows.leaves or ()
+            ]
             self._last = self._with_rows(rows._replace(leaves=leaves))[0]
         self._last = self._last._replace(report=before.report)
 
     def look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
-        """Return what loads a saved memory, and the names of leaves without a row there; nothing is loaded yet.
+        """Return what loads a saved memory, and the names of leaves without a row there;
+        nothing is loaded yet.
 
-        Rows are looked up by the names of leaves, and those of others are kept; if they are all of others, they are
-        refused.
+        Rows are looked up by the names of leaves, and those of others are kept; if they are all of
+        others, they are refused.
         """
         known = from_saved(saved, self.rule)
         if set(labels_of(known.leaves)).isdisjoint(labels_of(self._last.leaves)):
@@ -296,7 +332,9 @@ class Clipper:
     def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
         leaves: Any = self._last.leaves
         state, kept, new = by_name(rows, self.rule, leaves, self.state)
-        return self._last._replace(state=state, report=None, kept=kept if labels_of(kept.leaves) else None), new
+        return self._last._replace(
+            state=state, report=None, kept=kept if labels_of(kept.leaves) else None
+        ), new
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which holds no framework's arrays."""
@@ -325,20 +363,26 @@ class Clipper:
                 self._last = self._last._replace(report=report)
                 return flat.unflatten(), report
             first = flat
-            if step.params is not None and (step.all_reduce is not None or any([leaf is None for leaf in flat.leaves])):
+            if step.params is not None and (
+                step.all_reduce is not None or any([leaf is None for leaf in flat.leaves])
+            ):
                 first = flatten(step.params, "params")  # which have the shapes of absent gradients
-            if step.all_reduce is not None and step.params is not None:  # then there is a norm for every parameter
+            # then there is a norm for every parameter
+            if step.all_reduce is not None and step.params is not None:
                 flat = first
             elif state is None and nothing and self.rule.memory:
                 raise ValueError(_describe_nothing(flat))
             if leaves is None or spec != flat.spec:
                 leaves_here = leaves_of(self.rule, flat)
                 if leaves not in (None, leaves_here):
-                    raise ValueError(_describe_others(self.rule, labels_of(leaves), labels_of(leaves_here)))
+                    raise ValueError(
+                        _describe_others(self.rule, labels_of(leaves), labels_of(leaves_here))
+                    )
                 leaves, spec = leaves_here, flat.spec
             state = self._first(first, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
-        norms = None if self.record is None else self.record.norms_of(grads)  # before they are clipped
+        # Before they are clipped.
+        norms = None if self.record is None else self.record.norms_of(grads)
         clipped, state, report = take_step(self.rule, grads, state, step)
         self._refuse_traced(state)
         self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
@@ -346,8 +390,11 @@ class Clipper:
         return clipped, report
 
     def hold_report(self, report: Report) -> None:
-        """Keep the report of a step that an integration clipped itself, by a rule without memory."""
-        self._last = _Last(self._last.state, report, *self._last[2:])  # at each step: _replace takes a µs
+        """Keep the report of a step that an integration clipped itself,
+        by a rule without memory.
+        """
+        # at each step: _replace takes a µs
+        self._last = _Last(self._last.state, report, *self._last[2:])
         if self._window is not None:
             self._window.add(report)
 
@@ -369,22 +416,31 @@ class Clipper:
         why = (
             f"a norm of {norm:.3g} is above its bound: raise the bound if such norms are usual"
             if math.isfinite(norm)
-            else "the gradients are not finite: look for the cause, such as a learning rate that is too large"
+            else (
+                "the gradients are not finite: look for the cause, such as a learning rate that is "
+                "too large"
+            )
         )
-        msg = f"{MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is learned in them; {why}"
+        msg = (
+            f"{MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is "
+            f"learned in them; {why}"
+        )
         warnings.warn(msg, stacklevel=5)
 
     def _refuse_traced(self, state: Any) -> None:
         if not outlives(optree.tree_leaves(state)):
             msg = (
-                f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
-                "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
+                f"Clipper({short(self.rule)}) would remember values of code that is being "
+                "compiled, which runs once: use state = rule.init(grads) outside, and clipped, "
+                "state, report = rule.update(grads, state) inside"
             )
             raise TypeError(msg)
 
 
 class _Window:
-    """The steps between two logs: reports that wait to be read together, and the sums of earlier ones."""
+    """The steps between two logs: reports that wait to be read together,
+    and the sums of earlier ones.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -428,16 +484,25 @@ class _Window:
 
 def _describe_others(rule: Any, known: list[str], current: list[str]) -> str:
     others = sorted(set(known) ^ set(current))
-    change = f"{shown(others)} had a place at one step and none at another" if others else "their order has changed"
+    change = (
+        f"{shown(others)} had a place at one step and none at another"
+        if others
+        else "their order has changed"
+    )
     return (
-        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, in the same order, "
-        "at every step, with None in the place of a gradient that is absent"
+        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, "
+        "in the same order, at every step, with None in the place of a gradient that is absent"
     )
 
 
 def _describe_nothing(flat: Flat) -> str:
-    which = f"{place('grads', flat.spec.paths()[0])} is None" if flat.leaves else "there are no gradients"
+    which = (
+        f"{place('grads', flat.spec.paths()[0])} is None"
+        if flat.leaves
+        else "there are no gradients"
+    )
     return (
-        f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "
-        "params=, the parameters of this process, which say of what framework, dtype and shape it would be"
+        f"{which} here, but another process may have one, and with all_reduce it would wait for "
+        "this one: pass params=, the parameters of this process, which say of what framework, "
+        "dtype and shape it would be"
     )

@@ -25,11 +25,11 @@ from uniclip.rule import BaseRule, Rule, take_step
 
 
 def chain(*rules: AnyRule) -> Chain:
-    """Return a rule that runs the given rules and functions of one gradient array, one after the other.
+    """Return a rule that runs rules and functions of one gradient array, one after the other.
 
-    Each rule gets the gradients that the one before returned. Where one of them meets gradients that are not
-    finite, all states stay as they were; where one skips the step, the states of the rules after it do.
-    In place, an error in one rule leaves the changes of those before it.
+    Each rule gets the gradients that the one before returned. Where one of them meets gradients
+    that are not finite, all states stay as they were; where one skips the step, the states of the
+    rules after it do. In place, an error in one rule leaves the changes of those before it.
 
     Parameters
     ----------
@@ -39,8 +39,9 @@ def chain(*rules: AnyRule) -> Chain:
     Returns
     -------
     rule
-        In its reports ``norms``, ``limits`` and ``factors`` are tuples with one element for each rule; ``clipped``
-        and ``skipped`` are true if any rule clipped or skipped, ``finite`` if all rules got finite gradients.
+        In its reports ``norms``, ``limits`` and ``factors`` are tuples with one element for each
+        rule; ``clipped`` and ``skipped`` are true if any rule clipped or skipped, ``finite`` if all
+        rules got finite gradients.
 
     Raises
     ------
@@ -65,8 +66,8 @@ def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
     ----------
     rule : rule or callable
     where : callable
-        A function of the path, the tuple of keys that leads to a leaf, such as ``("encoder", 0, "weight")``, and of
-        the leaf.
+        A function of the path, the tuple of keys that leads to a leaf, such as
+        ``("encoder", 0, "weight")``, and of the leaf.
 
     Returns
     -------
@@ -108,18 +109,28 @@ class Chain(BaseRule):
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rules; see `Rule.update`."""
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
-        check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
+        check(
+            "state",
+            state,
+            fits or not self.memory,
+            f"what init returned, a tuple of {len(self.rules)} states",
+        )
         states, new = state if self.memory else [NoState()] * len(self.rules), []
         report = ChainReport(())
         for rule, old in zip(self.rules, states, strict=True):
             skipped = report.skipped
             grads, after, of_rule = take_step(rule, grads, old, step)
-            new.append(after if skipped is None else state_where(skipped, old, after))  # its zeros must not be learned
+            # Its zeros must not be learned.
+            new.append(after if skipped is None else state_where(skipped, old, after))
             report = ChainReport((*report.rules, of_rule))
         if not self.memory:
             return grads, state, report
         finite = report.finite
-        return grads, tuple(new) if finite is None else state_where(finite, tuple(new), state), report
+        return (
+            grads,
+            tuple(new) if finite is None else state_where(finite, tuple(new), state),
+            report,
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +159,10 @@ class Masked(BaseRule):
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
         leaves, spec = flatten(grads)
-        chosen, first = self.choose_leaves(leaves, spec), next((leaf for leaf in leaves if leaf is not None), None)
+        chosen, first = (
+            self.choose_leaves(leaves, spec),
+            next((leaf for leaf in leaves if leaf is not None), None),
+        )
         state = self.rule.init(spec.unflatten(chosen))
         if first is None or any([leaf is not None for leaf in chosen]):
             return state
@@ -159,7 +173,8 @@ class Masked(BaseRule):
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         chosen = self.choose_leaves(leaves, spec)
-        alone = step.alone and not any([leaf is None for leaf in leaves])  # else others may have the rest
+        # else others may have the rest
+        alone = step.alone and not any([leaf is None for leaf in leaves])
         if alone and is_new(self):
             with (backend_of(next(iter(leaves), None)) or DEFAULT).quiet():
                 answers = [leaf is not None for leaf in chosen]
@@ -171,7 +186,8 @@ class Masked(BaseRule):
         report = without_skip(report)  # the other leaves are not skipped
         if not step.in_place:
             leaves = [
-                leaf if old is None else new for leaf, old, new in zip(leaves, chosen, flatten(clipped)[0], strict=True)
+                leaf if old is None else new
+                for leaf, old, new in zip(leaves, chosen, flatten(clipped)[0], strict=True)
             ]
         return spec.unflatten(leaves), state, report
 
@@ -187,7 +203,9 @@ class Masked(BaseRule):
 def walk_rules(rule: Any) -> Iterator[Any]:
     """Yield a rule, and those inside of it, of chains and masks."""
     yield rule
-    for inner in rule.rules if isinstance(rule, Chain) else [rule.rule] if isinstance(rule, Masked) else ():
+    for inner in (
+        rule.rules if isinstance(rule, Chain) else [rule.rule] if isinstance(rule, Masked) else ()
+    ):
         yield from walk_rules(inner)
 
 
@@ -214,31 +232,43 @@ class EachArray(BaseRule):
         return NoState()
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
-        """Replace each gradient array, or the stored values of a sparse one, repeated entries summed."""
+        """Replace each gradient array, or the stored values of a sparse one,
+        repeated entries summed.
+        """
         given = open_tree(grads, in_place=step.in_place, whole=True)
         backend, arrays, changes = given.backend, list(given.arrays), {}
         with backend.quiet(given.first):
             for number in given.kinds.present:
                 if given.is_sparse(number):
                     _with_place(given.place, number, self._refuse_rows, arrays[number])
-                changes[number] = _with_place(given.place, number, self._change, backend, arrays[number], step.in_place)
+                changes[number] = _with_place(
+                    given.place, number, self._change, backend, arrays[number], step.in_place
+                )
             if step.in_place:
                 again = given.find_repeated()[1]
                 written = [number for number in changes if number not in again]
                 for number in written:
-                    _with_place(given.place, number, backend.write, arrays[number], *changes[number])
+                    _with_place(
+                        given.place, number, backend.write, arrays[number], *changes[number]
+                    )
                 given.write(written)
                 return given.spec.unflatten(given.leaves), state, Report()
             for number, (function, *operands) in changes.items():
-                arrays[number] = _with_place(given.place, number, function, arrays[number], *operands)
+                arrays[number] = _with_place(
+                    given.place, number, function, arrays[number], *operands
+                )
             return given.close(arrays), state, Report()
 
     def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
-        """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
+        """Return an elementwise function of the array and of operands that broadcast against it,
+        and these operands.
+        """
         raise NotImplementedError
 
     def _refuse_rows(self, array: Any) -> None:
-        """Refuse the array that a sparse leaf stores, if there is something for each of its rows."""
+        """Refuse the array that a sparse leaf stores,
+        if there is something for each of its rows.
+        """
 
 
 @dataclass(frozen=True, repr=False)
@@ -256,12 +286,18 @@ class Function(EachArray):
         result, xp = self.function(array), backend.xp
         if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
             hint = f"; call {short(self.function)} first" if hasattr(result, "update") else ""
-            msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
+            msg = (
+                "the function must return an array like the one it got, but it returned "
+                f"{describe(result)}{hint}"
+            )
             raise TypeError(msg)
         kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
         wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
         if in_place and wide > narrow:
-            msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
+            msg = (
+                f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; "
+                "use uc.clip"
+            )
             raise TypeError(msg)
         return lambda _, new: new, result
 
@@ -294,21 +330,30 @@ class ByValue(EachArray):
         """Refuse bounds for each row or entry, since at each step others are stored."""
         for bound in (self.min, self.max):
             shape: Any = getattr(bound, "shape", ())
-            if math.prod(shape) != 1 and (len(array.shape) == 1 or (len(shape) >= len(array.shape) and shape[0] != 1)):
+            if math.prod(shape) != 1 and (
+                len(array.shape) == 1 or (len(shape) >= len(array.shape) and shape[0] != 1)
+            ):
                 msg = (
-                    f"it is sparse: {short(self)} has bounds for each {'entry' if len(array.shape) == 1 else 'row'}, "
-                    "and at each step others are stored; make the gradient dense, or give bounds for whole leaves"
+                    f"it is sparse: {short(self)} has bounds for each "
+                    f"{'entry' if len(array.shape) == 1 else 'row'}, and at each step others are "
+                    "stored; make the gradient dense, or give bounds for whole leaves"
                 )
                 raise TypeError(msg)
 
     def _wrong_way(self) -> str:
-        return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
+        return (
+            f"min must not be above max, and neither NaN: got min={short(self.min)}, "
+            f"max={short(self.max)}"
+        )
 
     def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: ARG002, FBT001
         """Return the function that clips, and the bounds in the dtype of the array."""
         xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
-            msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
+            msg = (
+                f"complex numbers have no order to clip by value in, got {array.dtype}; clip by "
+                "norm instead"
+            )
             raise TypeError(msg)
         if xp.isdtype(array.dtype, "integral"):
             low, high = (_whole(xp, bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
@@ -317,7 +362,10 @@ class ByValue(EachArray):
         low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
         for name, bound in (("min", low), ("max", high)):
             if not broadcasts(bound.shape, array.shape):
-                msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
+                msg = (
+                    f"{name} of shape {tuple(bound.shape)} does not fit an array of shape "
+                    f"{tuple(array.shape)}"
+                )
                 raise ValueError(msg)
         if not surely_ordered(backend, low, high):
             raise ValueError(self._wrong_way())
@@ -325,7 +373,9 @@ class ByValue(EachArray):
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
-def _with_place(where: Callable[[int], str], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def _with_place(
+    where: Callable[[int], str], number: int, function: Callable[..., Any], *arguments: Any
+) -> Any:
     """Call a function, and add the place of the leaf to its errors."""
     try:
         return function(*arguments)
@@ -353,7 +403,10 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
 
 
 AnyRule: TypeAlias = BaseRule | Callable[[Any], Array]
-"""A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
+"""A rule, or a function of one gradient array.
+
+A preset that was not called is a function, but returns no array.
+"""
 
 
 def as_rule(rule: AnyRule) -> BaseRule:
@@ -366,7 +419,10 @@ def as_rule(rule: AnyRule) -> BaseRule:
         return Function(rule)
     advice, hint = "such as uc.by_global_norm(1.0), or a function of one array", ""
     if home.startswith(("uniclip.compose", "uniclip.presets", "uniclip.rule")):
-        advice = f"and uc.{known.__name__} makes one: call it, uc.{known.__name__}(...), as in uc.by_global_norm(1.0)"
+        advice = (
+            f"and uc.{known.__name__} makes one: call it, uc.{known.__name__}(...), as in "
+            "uc.by_global_norm(1.0)"
+        )
     elif holds_arrays(known):
         hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
     msg = f"rule must be a rule, {advice}, got {short(known)}{hint}"

@@ -18,18 +18,33 @@ from uniclip.backends import backend_of, to_lists
 from uniclip.compose import ByValue, Chain, Function, Masked
 from uniclip.rule import Rule
 
-_CHOICES = [getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__]
-_BEHIND = [ByValue, Chain, Function, Masked, Rule, scopes.FanIn, scopes.all_but_first, scopes.everything]
+_CHOICES = [
+    getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__
+]
+_BEHIND = [
+    ByValue,
+    Chain,
+    Function,
+    Masked,
+    Rule,
+    scopes.FanIn,
+    scopes.all_but_first,
+    scopes.everything,
+]
 """Classes and functions behind presets that have no public name."""
 _NAMED: dict[str, Any] = {
     f"uniclip{public(value.__module__, value.__qualname__).removeprefix('uc')}": value
     for value in [*_CHOICES, *_BEHIND]
     if isinstance(value, (type, FunctionType))
 }
-"""The classes and functions that a rule can be made of: configs hold their names, and only these are looked up."""
+"""The classes and functions that a rule can be made of: configs hold their names,
+and only these are looked up.
+"""
 
 
-def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
+def to_config(
+    rule: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None
+) -> Any:
     """Return a rule, or a part of one, as plain data that JSON can hold.
 
     Parameters
@@ -69,19 +84,25 @@ def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callabl
         if name is not None:
             return {"name": name}
         if kind is not None and is_dataclass(value):
-            return {"class": kind, "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)}}
+            return {
+                "class": kind,
+                "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)},
+            }
         return _refuse(value) if other is None else {"other": other(value)}
 
     return plain(rule)
 
 
-def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
+def from_config(
+    config: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None
+) -> Any:
     """Return the rule, or part of one, that `to_config` was given.
 
     Parameters
     ----------
     config : dict
-        May come from an untrusted source: only names of uniclip's choices, and those in ``own``, are looked up.
+        May come from an untrusted source: only names of uniclip's choices, and those in ``own``,
+        are looked up.
     own : dict, optional
         As for `to_config`.
     other : callable, optional
@@ -134,17 +155,23 @@ def _look_up(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
     value = names.get(name)
     if value is None or (kind and not is_dataclass(value)):
         msg = (
-            f"the config names {name!r}, which is nothing that uniclip makes rules of: load it with the uniclip that "
-            f"saved it; or, if it is your own, pass it, from_config(config, {{{name!r}: ...}})"
+            f"the config names {name!r}, which is nothing that uniclip makes rules of: load it "
+            "with the uniclip that saved it; or, if it is your own, pass it, from_config(config, "
+            f"{{{name!r}: ...}})"
         )
         raise ValueError(msg)
     return value
 
 
 def _refuse(value: Any) -> Any:
-    what = source(value) if hasattr(value, "__qualname__") else f"an object of {type(value).__qualname__}"
+    what = (
+        source(value)
+        if hasattr(value, "__qualname__")
+        else f"an object of {type(value).__qualname__}"
+    )
     msg = (
-        f"{what} is part of the rule, and has no name that it could be saved by: pass it to to_config and from_config, "
+        f"{what} is part of the rule, and has no name that it could be saved by: pass it to "
+        "to_config and from_config, "
         'by a name, as in to_config(rule, {"mine": mine})'
     )
     raise TypeError(msg)
@@ -158,7 +185,8 @@ def _refuse_config(part: Any) -> Any:
 def _array_as_data(array: Any) -> Any:
     """Return an array as lists, a 0-d one as a number."""
     backend, shape = backend_of(array), tuple(array.shape)
-    flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))  # not every 0-d array converts
+    # not every 0-d array converts
+    flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))
     values = _texts(to_lists(flat))
     if not shape:
         return values if backend is None else values[0]
@@ -170,7 +198,11 @@ def _texts(values: Any) -> Any:
     """Return numbers in the forms that JSON has."""
     if isinstance(values, list):
         return list(map(_texts, values))
-    return {"number": str(values)} if isinstance(values, float) and not math.isfinite(values) else values
+    return (
+        {"number": str(values)}
+        if isinstance(values, float) and not math.isfinite(values)
+        else values
+    )
 
 
 def _numbers_of_data(values: Any) -> Any:

@@ -13,13 +13,23 @@ from typing import Any, TypeAlias
 
 from uniclip._errors import Printed, positive, settle
 
-__all__ = ["NonMonotonic", "Regularized", "RejectAbove", "hard", "normalize", "reject", "smooth", "soft", "tanh"]
+__all__ = [
+    "NonMonotonic",
+    "Regularized",
+    "RejectAbove",
+    "hard",
+    "normalize",
+    "reject",
+    "smooth",
+    "soft",
+    "tanh",
+]
 
 Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``min(1, limit/norm)``: nothing changes up to the limit, larger norms are scaled to it.
+    """Return ``min(1, limit/norm)``: larger norms are scaled to the limit, others stay.
 
     There is no epsilon: the factor is exactly 1 up to the limit, and neither it nor its derivative
     divides by zero.
@@ -97,7 +107,9 @@ def smooth(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit·tanh(norm/limit)/norm``: norms stay within the limit, and small ones hardly change.
+    """Return ``limit·tanh(norm/limit)/norm``.
+
+    Norms stay within the limit, and small ones hardly change.
 
     Examples
     --------
@@ -106,7 +118,8 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     array([1.   , 0.924, 0.762, 0.25 ])
     """
     above, ratio = _ratio(xp, norm, limit)
-    # Elsewhere the result is the ratio, or 1, to rounding, and this formula's derivative would overflow.
+    # Elsewhere the result is the ratio, or 1, to rounding, and this formula's derivative would
+    # overflow.
     usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
     safe = xp.where(usual, ratio, 1.0)
     x = xp.where(above, 1 / safe, safe)
@@ -142,7 +155,9 @@ class Regularized(Printed):
 
 @dataclass(frozen=True, repr=False)
 class NonMonotonic(Printed):
-    """Return ``limit/(norm + r/(norm + r))``: `normalize`, but tiny gradients get the factor ``limit`` (PSAC).
+    """Return ``limit/(norm + r/(norm + r))``, the curve of PSAC.
+
+    It is `normalize`, but tiny gradients get the factor ``limit``.
 
     Parameters
     ----------
@@ -209,7 +224,9 @@ _TINY = 1e-8
 
 
 def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
-    """Return whether the norm is above the limit, and the smaller of the two divided by the larger (0/0 is 0)."""
+    """Return whether the norm is above the limit,
+    and the smaller of the two divided by the larger (0/0 is 0).
+    """
     above = norm > limit
     larger = xp.where(above, norm, limit)
     return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, 1.0)

@@ -21,8 +21,8 @@ class Norm(Printed):
     ord : float, default 2
         The order, at least 1; ``math.inf`` is the largest modulus.
     size_power : float, default 0
-        The norm is divided by N to this power: 1/2 with ``ord=2`` gives the root mean square, 1 with ``ord=1``
-        the mean modulus, 1 with ``ord=2`` TF 1's average norm.
+        The norm is divided by N to this power: 1/2 with ``ord=2`` gives the root mean square, 1
+        with ``ord=1`` the mean modulus, 1 with ``ord=2`` TF 1's average norm.
 
     Raises
     ------
@@ -44,7 +44,11 @@ class Norm(Printed):
         """Validate the order."""
         wanted = "a number of at least 1 (or math.inf)"
         name = "ord, the order of a norm,"
-        settle(self, ord=number(name, self.ord, wanted), size_power=number("size_power", self.size_power))
+        settle(
+            self,
+            ord=number(name, self.ord, wanted),
+            size_power=number("size_power", self.size_power),
+        )
         if not self.ord >= 1:
             msg = f"{name} must be {wanted}, got {short(self.ord)}"
             raise ValueError(msg)

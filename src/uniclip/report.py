@@ -36,7 +36,10 @@ _WITHOUT_VALUES = "traced: the values are known when the program runs"
 
 
 class StepValues(NamedTuple):
-    """What a step made of small arrays, where the norms are: a report arranges them. It holds no gradient."""
+    """What a step made of small arrays, where the norms are: a report arranges them.
+
+    It holds no gradient.
+    """
 
     plan: Plan
     norms: list[Any]
@@ -53,9 +56,9 @@ class StepValues(NamedTuple):
 class Report:
     """What a rule measured and did at one step, in arrays of the framework.
 
-    Nothing is read from an accelerator. Where all leaves share a norm, a field is one array (0-d unless the scope
-    keeps axes); with labeled groups a dict by label; else a tree like the gradients. For a rule that measures no norm
-    (``by_value``, a function) every field is ``None``.
+    Nothing is read from an accelerator. Where all leaves share a norm, a field is one array (0-d
+    unless the scope keeps axes); with labeled groups a dict by label; else a tree like the
+    gradients. For a rule that measures no norm (``by_value``, a function) every field is ``None``.
 
     Attributes
     ----------
@@ -70,11 +73,12 @@ class Report:
     finite : 0-d array
         Whether every gradient, before clipping, and every norm was finite (boolean).
     skipped : 0-d array
-        Whether the rule skipped the whole step, which the optimizer should skip too (boolean). ``None`` if the rule
-        neither has a curve that drops gradients (`uniclip.curves.reject`, ``skip_above=``) nor the policy ``"skip"``.
+        Whether the rule skipped the whole step, which the optimizer should skip too (boolean).
+        ``None`` if the rule neither has a curve that drops gradients (`uniclip.curves.reject`,
+        ``skip_above=``) nor the policy ``"skip"``.
     thresholds : array, dict or tree
-        The norms above which the rule clips, if it then clips to less, as `uniclip.zclip` does; ``None`` where these
-        are the limits.
+        The norms above which the rule clips, if it then clips to less, as `uniclip.zclip` does;
+        ``None`` where these are the limits.
 
     Examples
     --------
@@ -88,7 +92,10 @@ class Report:
     __slots__ = ()
 
     def __new__(cls, *fields: Any, **named: Any) -> Report:  # noqa: PYI034 - a subclass
-        """Return a report of its fields; those that are not given are ``None``, as all of a rule without a norm."""
+        """Return a report of its fields.
+
+        Those that are not given are ``None``, as all of a rule without a norm.
+        """
         if cls is not Report:
             return object.__new__(cls)
         return FilledReport(*fields, **dict.fromkeys(FIELDS[len(fields) :]) | named)
@@ -108,12 +115,14 @@ class Report:
         -------
         dict of str to 0-d array
             ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit;
-            ``"clip/threshold"``, the smallest norm that is clipped, for rules that have thresholds; ``"clip/factor"``,
-            the smallest factor; ``"clip/share"``, the share of the factors that differ from 1 (0 or 1 with one factor,
-            so its mean over the steps is the share of clipped steps, with the skipped ones); and ``"clip/skipped"``, 0
-            or 1, for rules that may skip a step. The values are floats on the device of the gradients; nothing is read
-            from it. The dict is empty for a rule that measures no norm. For a `uniclip.chain`, ``"clip/factor"`` is the
-            product over its rules, and ``"clip/share"`` that of the rule that clipped most.
+            ``"clip/threshold"``, the smallest norm that is clipped, for rules that have thresholds;
+            ``"clip/factor"``, the smallest factor; ``"clip/share"``, the share of the factors that
+            differ from 1 (0 or 1 with one factor, so its mean over the steps is the share of
+            clipped steps, with the skipped ones); and ``"clip/skipped"``, 0 or 1, for rules that
+            may skip a step. The values are floats on the device of the gradients; nothing is read
+            from it. The dict is empty for a rule that measures no norm. For a `uniclip.chain`,
+            ``"clip/factor"`` is the product over its rules, and ``"clip/share"`` that of the rule
+            that clipped most.
 
         Examples
         --------
@@ -121,9 +130,15 @@ class Report:
         >>> {name: float(value) for name, value in report.scalars().items()}
         {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
         """
-        norms, limits, factors, thresholds = map(_arrays_of, (self.norms, self.limits, self.factors, self.thresholds))
+        norms, limits, factors, thresholds = map(
+            _arrays_of, (self.norms, self.limits, self.factors, self.thresholds)
+        )
         backend = backend_of(norms[0]) if norms else None
-        return scalars_of(backend or DEFAULT, norms, limits, factors, self.skipped, thresholds) if norms else {}
+        return (
+            scalars_of(backend or DEFAULT, norms, limits, factors, self.skipped, thresholds)
+            if norms
+            else {}
+        )
 
     def __str__(self) -> str:
         """Return the report in one line, without values while it is traced."""
@@ -144,7 +159,11 @@ class Report:
         words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
         percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
         clipped = f"clipped {percent} %" if count > 1 else "clipped" if share else "not clipped"
-        words += ["skipped" if self.skipped is not None and bool(backend.xp.any(self.skipped)) else clipped]
+        words += [
+            "skipped"
+            if self.skipped is not None and bool(backend.xp.any(self.skipped))
+            else clipped
+        ]
         words += ["finite" if bool(backend.xp.all(self.finite)) else "not finite"]
         return ", ".join(words)
 
@@ -165,11 +184,16 @@ class FilledReport(NamedTuple("Fields", [(name, Any) for name in FIELDS]), Repor
 
 
 class LazyReport(Report):
-    """A report whose fields are arranged when they are asked for; pytree libraries open it into its fields."""
+    """A report whose fields are arranged when they are asked for.
+
+    Pytree libraries open it into its fields.
+    """
 
     __slots__ = ("_fields", "_values")
 
-    def __init__(self, values: StepValues | Callable[[], StepValues] | None, fields: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, values: StepValues | Callable[[], StepValues] | None, fields: Iterable[Any] = ()
+    ) -> None:
         self._values = values
         self._fields: dict[str, Any] = dict(zip(FIELDS, fields, strict=False))
 
@@ -185,7 +209,8 @@ class LazyReport(Report):
         """Whether it may outlive the running code; nothing is arranged."""
         if self._values is None:
             return outlives(optree.tree_leaves(self._fields))  # type: ignore[arg-type]
-        return callable(self._values) or not self._values.plan.math.compiled  # no lane takes what is compiled
+        # No lane takes what is compiled.
+        return callable(self._values) or not self._values.plan.math.compiled
 
     @property
     def is_of_lane(self) -> bool:
@@ -197,11 +222,16 @@ class LazyReport(Report):
         if callable(self._values):
             return self
         if self._values is None:
-            return LazyReport(None, [None if name == "skipped" else field for name, field in self._fields.items()])
+            return LazyReport(
+                None, [None if name == "skipped" else field for name, field in self._fields.items()]
+            )
         return LazyReport(self._values._replace(skipped=None))
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars for a logger, under the same names for every rule; most are made without the fields."""
+        """Return the scalars for a logger, under the same names for every rule.
+
+        Most are made without the fields.
+        """
         values = self.values
         if values is None:
             return super().scalars()
@@ -212,7 +242,9 @@ class LazyReport(Report):
         with plan.math.library.quiet():
             limits = list(map(plan.math.cast_limit, values.limits, norms))
             thresholds = list(map(plan.math.cast_limit, values.thresholds or (), norms))
-            scalars = scalars_of(plan.math.backend, norms, limits, values.factors, values.skipped, thresholds)
+            scalars = scalars_of(
+                plan.math.backend, norms, limits, values.factors, values.skipped, thresholds
+            )
             return {name: plan.math.to_library(value) for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -238,7 +270,9 @@ class LazyReport(Report):
         return len(FIELDS)
 
     def __str__(self) -> str:
-        """Return the report in one line, of compiled code without values, wherever it is printed."""
+        """Return the report in one line, of compiled code without values,
+        wherever it is printed.
+        """
         values = self._values
         compiled = isinstance(values, StepValues) and values.plan.math.compiled
         return _WITHOUT_VALUES if compiled else super().__str__()
@@ -248,7 +282,9 @@ def _arrange(values: StepValues, name: str) -> Any:
     """Return a field in arrays of the gradients' library."""
     plan, xp = values.plan, values.plan.math.xp
     if name == "clipped":
-        same = plan.math.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
+        same = plan.math.all(
+            [xp.equal(factors, xp.ones_like(factors)) for factors in values.factors]
+        )
         return plan.math.to_library(xp.logical_not(same))
     if name == "finite":
         return plan.math.to_library(plan.math.finite(values.norms, values.entries_finite))
@@ -275,7 +311,10 @@ NODES.append((LazyReport, FIELDS, _rebuild))
 
 
 class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
-    """The report of a chain: those of its rules. A field is a tuple of theirs, or a flag for all of them."""
+    """The report of a chain: those of its rules.
+
+    A field is a tuple of theirs, or a flag for all of them.
+    """
 
     __slots__ = ()
     __repr__ = Report.__repr__
@@ -289,7 +328,10 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
         return reduce(_JOINED[name], flags)
 
     def scalars(self) -> dict[str, Any]:
-        """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
+        """Return the combined scalars of all rules.
+
+        A step counts as clipped if one of them clipped.
+        """
         each, skipped = [report.scalars() for report in self.rules], self.skipped
         joined: dict[str, Any] = {}
         for name, function in zip(LOGGED, ("max", "min", "min", "prod", "max", "max"), strict=True):
@@ -299,12 +341,16 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
                 joined[name] = _over(backend, getattr(backend.xp, function), scalars)
         if joined and skipped is not None:  # also by a rule without norms
             share = joined[SHARE]
-            joined[LOGGED[-1]] = (backend_of(share) or DEFAULT).xp.asarray(skipped, dtype=share.dtype)
+            joined[LOGGED[-1]] = (backend_of(share) or DEFAULT).xp.asarray(
+                skipped, dtype=share.dtype
+            )
         return joined
 
     def __str__(self) -> str:
         """Return the lines of the rules that measure norms, joined."""
-        return " | ".join([str(one) for one in self.rules if one.norms is not None]) or str(Report())
+        return " | ".join([str(one) for one in self.rules if one.norms is not None]) or str(
+            Report()
+        )
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {"clipped": or_, "finite": and_, "skipped": or_}
@@ -317,7 +363,9 @@ def _refuse_name(name: str) -> None:
 
 
 def report_of(values: StepValues) -> Report:
-    """Return the report of a step; of compiled code one that is filled, unless its compiler opens lazy ones."""
+    """Return the report of a step; of compiled code one that is filled,
+    unless its compiler opens lazy ones.
+    """
     report, math_ = LazyReport(values), values.plan.math
     return FilledReport(*report) if math_.compiled and not math_.library.opens_nodes else report
 
@@ -352,12 +400,16 @@ def was_skipped(report: Any) -> bool:
 
 
 def keep_arrays(tree: Any) -> Any:
-    """Return a tree of reports and small arrays to read later, copied where they may be overwritten."""
+    """Return a tree of reports and small arrays to read later,
+    copied where they may be overwritten.
+    """
     return _move_arrays(tree, "to_keep")
 
 
 def read_arrays(tree: Any) -> Any:
-    """Return a tree of reports and small arrays with NumPy's in their places, those of a library read together."""
+    """Return a tree of reports and small arrays with NumPy's in their places,
+    those of a library read together.
+    """
     return _move_arrays(tree, "to_host")
 
 
@@ -367,14 +419,19 @@ def has_values(part: Any) -> bool:
 
 
 def _take_apart(part: Any) -> Any:
-    """Return the arrays of a report, that of a user's class as its fields; other things as they are."""
+    """Return the arrays of a report, that of a user's class as its fields.
+
+    Other things as they are.
+    """
     if has_values(part):
         return part.values._replace(plan=None)
     return FilledReport(*part) if isinstance(part, Report) else part
 
 
 def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
-    """Return a tree of reports and small arrays with others in their places; no report is arranged."""
+    """Return a tree of reports and small arrays with others in their places;
+    no report is arranged.
+    """
     parts, outer = optree.tree_flatten(tree, is_leaf=has_values, namespace=NAMESPACE)
     plans = [part.values.plan if has_values(part) else None for part in parts]
     opened: Any = list(map(_take_apart, parts))
@@ -382,19 +439,28 @@ def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
     moved: Any = inner.unflatten(_move_by_library(arrays, hook))
     for number, plan in enumerate(plans):
         if plan is not None:
-            moved[number] = LazyReport(moved[number]._replace(plan=plan.in_numpy() if hook == "to_host" else plan))
+            moved[number] = LazyReport(
+                moved[number]._replace(plan=plan.in_numpy() if hook == "to_host" else plan)
+            )
     return outer.unflatten(moved)
 
 
 def backend_in(tree: Any) -> Backend | None:
-    """Return the backend of the gradients of a report, or that of a tree of arrays; ``None`` if unknown."""
+    """Return the backend of the gradients of a report, or that of a tree of arrays;
+    ``None`` if unknown.
+    """
     parts = optree.tree_leaves(tree, is_leaf=has_values, namespace=NAMESPACE)
-    known = [part.values.plan.math.library if has_values(part) else backend_of(part) for part in parts]
+    known = [
+        part.values.plan.math.library if has_values(part) else backend_of(part) for part in parts
+    ]
     return next(filter(None, known), None)
 
 
 def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
-    """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
+    """Return arrays as their backends make them by a hook, all of one class together.
+
+    Those of the host as copies.
+    """
     made = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
     theirs: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):
@@ -402,12 +468,16 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
             theirs.setdefault(type(array), []).append(number)
     for numbers in theirs.values():
         alike = [arrays[number] for number in numbers]
-        backend = next(filter(None, map(backend_of, alike)), None)  # flags alone do not tell their library
+        # Flags alone do not tell their library.
+        backend = next(filter(None, map(backend_of, alike)), None)
         if backend is None:
             msg = f"a report holds {short(alike[0])}, which is no array"
             raise TypeError(msg)
         if any(map(backend.traced, alike)):
-            msg = "inside of code that is compiled there are no values to read: return the report, and use it outside"
+            msg = (
+                "inside of code that is compiled there are no values to read: return the report, "
+                "and use it outside"
+            )
             raise TypeError(msg)
         with backend.quiet():
             for number, array in zip(numbers, getattr(backend, hook)(alike), strict=True):
@@ -416,7 +486,12 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
-    backend: Backend, norms: list[Any], limits: list[Any], factors: list[Any], skipped: Any = None, thresholds: Any = ()
+    backend: Backend,
+    norms: list[Any],
+    limits: list[Any],
+    factors: list[Any],
+    skipped: Any = None,
+    thresholds: Any = (),
 ) -> dict[str, Any]:
     """Return the scalars of all norms, limits, factors and thresholds, given as arrays."""
     xp = backend.xp
@@ -439,10 +514,15 @@ def _arrays_of(values: Any) -> list[Any]:
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
-    """Reduce over all entries of all arrays; only 0-d arrays are stacked, since others may be sharded."""
+    """Reduce over all entries of all arrays.
+
+    Only 0-d arrays are stacked, since others may be sharded.
+    """
     if len(arrays) == 1:
         return function(arrays[0])
-    return function(stack_arrays(backend, [function(array) if len(array.shape) else array for array in arrays]))
+    return function(
+        stack_arrays(backend, [function(array) if len(array.shape) else array for array in arrays])
+    )
 
 
 def _share_changed(backend: Backend, factors: list[Any]) -> Any:
@@ -451,4 +531,6 @@ def _share_changed(backend: Backend, factors: list[Any]) -> Any:
     changed = [xp.astype(xp.not_equal(factor, 1.0), factor.dtype) for factor in factors]
     if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
         return _over(backend, xp.mean, changed)
-    return _over(backend, xp.sum, changed) / _over(backend, xp.sum, [xp.ones_like(factor) for factor in factors])
+    return _over(backend, xp.sum, changed) / _over(
+        backend, xp.sum, [xp.ones_like(factor) for factor in factors]
+    )

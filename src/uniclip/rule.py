@@ -23,10 +23,12 @@ from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves, everything
 
 POLICIES = get_args(NonFinite)
-"""Policies for gradients that hold NaN or ∞, or whose norm overflows; what each does is in `uniclip._core.step`.
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows.
 
-In the order of a step ``"zero"`` makes such entries 0 and measures again, ``"raise"`` refuses the step, and ``"skip"``
-makes all factors 0.
+What each does is in `uniclip._core.step`.
+
+In the order of a step ``"zero"`` makes such entries 0 and measures again, ``"raise"`` refuses the
+step, and ``"skip"`` makes all factors 0.
 """
 
 
@@ -38,7 +40,8 @@ class Choices(Printed):
         limit: Limit  # which a number that is given becomes
     else:
         limit: MaxNorm
-    scope: Scope = field(default_factory=lambda: all_leaves)  # compilers cannot take plain defaults of a class
+    # Compilers cannot take plain defaults of a class.
+    scope: Scope = field(default_factory=lambda: all_leaves)
     norm: Norm = field(default_factory=lambda: L2)
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
@@ -50,9 +53,13 @@ class Choices(Printed):
     constant: ClassVar[Any]
     """Its constant limit, ``None`` if it has another one."""
     holds_arrays: ClassVar[bool]
-    """Whether limit or curve have arrays, beside a constant, as attributes or in a closure: then nothing is NumPy's."""
+    """Whether limit or curve have arrays, beside a constant, as attributes or in a closure:
+    then nothing is NumPy's.
+    """
     limits_checked: ClassVar[bool]
-    """Whether its limits need no check at a step: uniclip's own, of numbers that were checked when it was made."""
+    """Whether its limits need no check at a step: uniclip's own,
+    of numbers that were checked when it was made.
+    """
     decides: ClassVar[bool]
     """Whether it has to know that a step is finite."""
     zeroes: ClassVar[bool]
@@ -93,7 +100,10 @@ class Choices(Printed):
             "curve",
             self.curve,
             fits,
-            "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)",
+            (
+                "a function of (xp, norm, limit), such as uc.curves.hard or "
+                "uc.curves.Regularized(0.01)"
+            ),
         )
         one_of("nonfinite", self.nonfinite, POLICIES)
         self._find_out()
@@ -112,11 +122,14 @@ class Choices(Printed):
             memory=bool(limit.memory),
             constant=constant,
             simple=constant is not None
-            and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
+            and (scope.label, scope.axes, self.norm, self.nonfinite)
+            == (everything, None, L2, "propagate")
             and self.curve is hard,
             holds_arrays=holds_arrays,
             limits_checked=not holds_arrays
-            and all([isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]),
+            and all(
+                [isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]
+            ),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
             by_shape=scope.axes is not None
@@ -130,7 +143,9 @@ class Choices(Printed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the choices, for a copy or a pickle."""
-        return {choice.name: getattr(self, choice.name) for choice in fields(self)} | {"origin": self.origin}
+        return {choice.name: getattr(self, choice.name) for choice in fields(self)} | {
+            "origin": self.origin
+        }
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
@@ -171,7 +186,8 @@ class BaseRule(Printed):
         loss: Number | None = None,
         shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
-        """Clip ``grads`` and return the next state: the pure form, for ``jit``, ``scan`` and checkpoints.
+        """Clip ``grads`` and return the next state: the pure form, for ``jit``,
+        ``scan`` and checkpoints.
 
         Parameters
         ----------
@@ -182,8 +198,9 @@ class BaseRule(Printed):
         in_place : bool, default False
             Write into the given arrays, as `uniclip.clip_` does.
         loss : float or 0-d array, optional
-            The loss of this step, for limits that use it, such as that of `uniclip.skip_spikes`. Where norms are
-            reduced over processes (by ``all_reduce``, or for distributed arrays), the mean of their losses is used.
+            The loss of this step, for limits that use it, such as that of `uniclip.skip_spikes`.
+            Where norms are reduced over processes (by ``all_reduce``, or for distributed arrays),
+            the mean of their losses is used.
 
         Returns
         -------
@@ -208,20 +225,21 @@ class Rule(Choices, BaseRule):
     Parameters
     ----------
     limit : float, 0-d array, or Limit
-        How large the norm may be; a number for the same limit at every step, ``math.inf`` to only measure.
+        How large the norm may be; a number for the same limit at every step, ``math.inf`` to only
+        measure.
     scope : Scope, default all_leaves
         Which entries share one norm.
     norm : Norm, default L2
         How their size is measured.
     curve : callable, default hard
-        ``curve(xp, norm, limit)`` returns the factor. ``xp`` is the array API namespace of the gradients; the norm
-        may be NaN or ∞, the limit is finite.
+        ``curve(xp, norm, limit)`` returns the factor. ``xp`` is the array API namespace of the
+        gradients; the norm may be NaN or ∞, the limit is finite.
     nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
-        What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm becomes
-        NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``: the entries that are
-        not finite become 0, then the rest is clipped. ``"raise"``: a ``FloatingPointError``, which is a
-        ``RuntimeError`` too, names the leaves; traced code has no values, so there it is a ``TypeError``. With each of
-        them the state stays as it was.
+        What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm
+        becomes NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``:
+        the entries that are not finite become 0, then the rest is clipped. ``"raise"``: a
+        ``FloatingPointError``, which is a ``RuntimeError`` too, names the leaves; traced code has
+        no values, so there it is a ``TypeError``. With each of them the state stays as it was.
 
     Raises
     ------
@@ -280,5 +298,11 @@ def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, 
         return rule._run(grads, state, step)  # noqa: SLF001 - without the arguments of `update`
     grads = grads.unflatten() if isinstance(grads, Flat) else grads
     return rule.update(
-        grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss, shared=step.shared
+        grads,
+        state,
+        step.params,
+        step.all_reduce,
+        in_place=step.in_place,
+        loss=step.loss,
+        shared=step.shared,
     )

@@ -37,13 +37,17 @@ from uniclip.rule import Rule
 from uniclip.scopes import FanIn, Scope, everything
 
 FORMAT = 2
-"""The version that is written and read; a state without a version, made by hand, is taken for one of it."""
+"""The version that is written and read.
+
+A state without a version, made by hand, is taken for one of it.
+"""
 _ENTRIES = ("rule", "leaves", "state")
 _ANEW = "start over by loading {}"
 
 
 Leaves: TypeAlias = list[list[str] | None]
-"""For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
+"""For each rule with memory, in the order of a chain: its leaves or groups,
+``None`` if all leaves share a norm.
 
 A leaf without a gradient, or one that a mask leaves out, is listed too, since it has its own row.
 """
@@ -77,12 +81,13 @@ def array_of(value: Any) -> Any:
 
 def array_like(backend: Backend, name: str, value: Any, like: Any) -> Any:
     """Return values as an array like another one."""
-    if 0 == math.prod(value.shape) == math.prod(like.shape):  # empty lists have neither shape nor dtype
+    # Empty lists have neither shape nor dtype.
+    if 0 == math.prod(value.shape) == math.prod(like.shape):
         return like
     if tuple(value.shape) != tuple(like.shape):
         msg = (
-            f"the saved {name} has shape {tuple(value.shape)}, but here it is {tuple(like.shape)}: load the state of "
-            "the same rule on gradients of the same shapes"
+            f"the saved {name} has shape {tuple(value.shape)}, but here it is "
+            f"{tuple(like.shape)}: load the state of the same rule on gradients of the same shapes"
         )
         raise ValueError(msg)
     value = value if backend_of(value) is backend else np.asarray(to_lists(value))
@@ -91,7 +96,9 @@ def array_like(backend: Backend, name: str, value: Any, like: Any) -> Any:
 
 
 def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
-    """Return a state of ``rule.init`` or ``rule.update`` as plain numbers, lists and strings, for any file format.
+    """Return a state of ``rule.init`` or ``rule.update`` as plain numbers, lists and strings.
+
+    Any file format can hold them.
 
     Parameters
     ----------
@@ -116,7 +123,11 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
     True
     """
     rule = as_rule(rule)
-    return to_saved(rule, Saved(leaves_of(rule, flatten(grads)), values_of(state))) if rule.memory else {}
+    return (
+        to_saved(rule, Saved(leaves_of(rule, flatten(grads)), values_of(state)))
+        if rule.memory
+        else {}
+    )
 
 
 def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
@@ -128,7 +139,8 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     saved : dict
         An empty dict gives the state of ``rule.init``.
     grads : tree
-        Gradients, or parameters of the same shapes, whose framework, dtypes and devices the state gets.
+        Gradients, or parameters of the same shapes, whose framework, dtypes and devices the state
+        gets.
 
     Raises
     ------
@@ -154,15 +166,17 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     return restore_state(from_saved(saved, rule), rule, leaves, new) if saved else new
 
 
-def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]) -> dict[str, Any]:
+def renamed(
+    saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]
+) -> dict[str, Any]:
     """Return a saved state with its leaves or groups renamed.
 
     Parameters
     ----------
     saved : dict
     names : dict, or function of a name
-        Maps the names in ``saved["leaves"]`` to those of the new gradients, both as Python prints the keys that lead
-        to a leaf: ``"['layers'][0]"``. Names that are not in the dict stay.
+        Maps the names in ``saved["leaves"]`` to those of the new gradients, both as Python prints
+        the keys that lead to a leaf: ``"['layers'][0]"``. Names that are not in the dict stay.
 
     Raises
     ------
@@ -202,7 +216,12 @@ def names_of(state: Any) -> list[str]:
 def to_saved(rule: Any, saved: Saved, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
     """Return a state in its saved form; ``convert`` converts each array for the file."""
     values = {name: convert(array) for name, array in saved.values.items()}
-    return {"format": FORMAT, "rule": identity(rule), "leaves": _copy_labels(saved.leaves), "state": values}
+    return {
+        "format": FORMAT,
+        "rule": identity(rule),
+        "leaves": _copy_labels(saved.leaves),
+        "state": values,
+    }
 
 
 def from_saved(saved: Any, rule: Any) -> Saved:
@@ -221,20 +240,28 @@ def from_saved(saved: Any, rule: Any) -> Saved:
         If it has another format, lacks an entry, or belongs to another rule.
     """
     _refuse_format(saved)
-    if not isinstance(saved, dict) or not set(_ENTRIES) <= set(saved) or not isinstance(saved["state"], dict):
+    if (
+        not isinstance(saved, dict)
+        or not set(_ENTRIES) <= set(saved)
+        or not isinstance(saved["state"], dict)
+    ):
         msg = (
-            f"the saved state, {short(saved)}, does not say whose norms it holds: {_ANEW}; or, "
-            "if it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, 'state': {name: array}}"
+            f"the saved state, {short(saved)}, does not say whose norms it holds: {_ANEW}; or, if "
+            "it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, "
+            "'state': {name: array}}"
         )
         raise ValueError(msg)
     ours, theirs = identity(rule), saved["rule"]
     if theirs not in (ours, None):
         msg = (
-            f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this one of {ours}; give "
-            f"the same rule, or {_ANEW}"
+            f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this "
+            f"one of {ours}; give the same rule, or {_ANEW}"
         )
         raise ValueError(msg)
-    return Saved(_copy_labels(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
+    return Saved(
+        _copy_labels(saved["leaves"]),
+        {name: array_of(value) for name, value in saved["state"].items()},
+    )
 
 
 def restore_state(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
@@ -280,25 +307,49 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     theirs, ours = _memories(rule, saved), _memories(rule, Saved(leaves, values_of(like)))
     joined, left, new = [], [], []
     for old, new_memory in zip(theirs, ours, strict=True):
-        common = {*old.in_common, *new_memory.in_common}  # a single row does not tell that it is of all
-        once = {name: value[None] for row in old.rows.values() for name, value in row.items() if name in common}
+        # A single row does not tell that it is of all.
+        common = {*old.in_common, *new_memory.in_common}
+        once = {
+            name: value[None]
+            for row in old.rows.values()
+            for name, value in row.items()
+            if name in common
+        }
         rows = {label: old.rows.get(label, row) for label, row in new_memory.rows.items()}
         for label in [label for label in rows if label in old.rows]:
-            missing = {*new_memory.rows[label], *new_memory.in_common} ^ {*old.rows[label], *old.in_common}
+            missing = {*new_memory.rows[label], *new_memory.in_common} ^ {
+                *old.rows[label],
+                *old.in_common,
+            }
             if missing:
-                msg = f"the saved state of {short(rule)} and one here differ in {sorted(missing)}: {_ANEW}"
+                msg = (
+                    f"the saved state of {short(rule)} and one here differ in {sorted(missing)}: "
+                    f"{_ANEW}"
+                )
                 raise ValueError(msg)
         joined.append(Memory(rows, {**new_memory.in_common, **once, **old.in_common}))
-        left.append(Memory({label: row for label, row in old.rows.items() if label and label not in rows}, {}))
+        left.append(
+            Memory(
+                {label: row for label, row in old.rows.items() if label and label not in rows}, {}
+            )
+        )
         new += [label for label in rows if label not in old.rows]
-    return _fill_state(rule, _save_memories(rule, joined).values, like), _save_memories(rule, left), new
+    return (
+        _fill_state(rule, _save_memories(rule, joined).values, like),
+        _save_memories(rule, left),
+        new,
+    )
 
 
 def merge_states(rule: Any, first: Saved, other: Saved) -> Saved:
-    """Return two saved states of a rule, of different leaves or groups, as one; what all share is that of the first."""
+    """Return two saved states of a rule, of different leaves or groups, as one.
+
+    What all share is that of the first.
+    """
     pairs = zip(_memories(rule, first), _memories(rule, other), strict=True)
     return _save_memories(
-        rule, [Memory({**a.rows, **b.rows, **a.rows}, {**b.in_common, **a.in_common}) for a, b in pairs]
+        rule,
+        [Memory({**a.rows, **b.rows, **a.rows}, {**b.in_common, **a.in_common}) for a, b in pairs],
     )
 
 
@@ -312,8 +363,8 @@ def _refuse_format(saved: Any) -> None:
     name = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
     if isinstance(name, bool) or name != FORMAT:
         msg = (
-            f"the saved state has the format {short(name)}, and uniclip {version()} knows the format "
-            f"{FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
+            f"the saved state has the format {short(name)}, and uniclip {version()} knows the "
+            f"format {FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
         )
         raise ValueError(msg)
 
@@ -323,28 +374,48 @@ def _fill_state(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
     names = [_name_of_path(path) for path in accessors]
     if set(names) != set(numbers):
-        msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {_ANEW}"
+        msg = (
+            f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has "
+            f"{sorted(names)}: {_ANEW}"
+        )
         raise ValueError(msg)
     backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
-    new = [array_like(backend, name, numbers[name], array) for name, array in zip(names, arrays, strict=True)]
+    new = [
+        array_like(backend, name, numbers[name], array)
+        for name, array in zip(names, arrays, strict=True)
+    ]
     return optree.tree_unflatten(spec, new)
 
 
 def _memories(rule: Any, saved: Saved) -> list[Memory]:
     """Return what each rule with memory remembers, row by row."""
     parts = zip(memories_of(rule), saved.leaves or (), strict=True)
-    return [_memory(rule_part, way, labels or [], saved.values) for (way, rule_part), labels in parts]
+    return [
+        _memory(rule_part, way, labels or [], saved.values) for (way, rule_part), labels in parts
+    ]
 
 
 def _memory(rule: Any, way: str, labels: list[str], values: dict[str, Any]) -> Memory:
-    numbers = {name[len(way) :]: numpy_of(value) for name, value in values.items() if name.startswith(way)}
+    numbers = {
+        name[len(way) :]: numpy_of(value) for name, value in values.items() if name.startswith(way)
+    }
     if _has_separate_states(rule):
         fronts = [_front(rule, number, len(labels)) for number in range(len(labels))]
-        rows = [{name[len(f) :]: array for name, array in numbers.items() if name.startswith(f)} for f in fronts]
+        rows = [
+            {name[len(f) :]: array for name, array in numbers.items() if name.startswith(f)}
+            for f in fronts
+        ]
         return Memory(dict(zip(labels, rows, strict=True)), {})
-    in_common = {name: array for name, array in numbers.items() if not labels or array.shape[:1] != (len(labels),)}
+    in_common = {
+        name: array
+        for name, array in numbers.items()
+        if not labels or array.shape[:1] != (len(labels),)
+    }
     of_rows = [name for name in numbers if name not in in_common]
-    return Memory({label: {name: numbers[name][n] for name in of_rows} for n, label in enumerate(labels)}, in_common)
+    return Memory(
+        {label: {name: numbers[name][n] for name in of_rows} for n, label in enumerate(labels)},
+        in_common,
+    )
 
 
 def _save_memories(rule: Any, memories: list[Memory]) -> Saved:
@@ -358,31 +429,41 @@ def _save_memories(rule: Any, memories: list[Memory]) -> Saved:
                 front = way + _front(rule_part, number, len(rows))
                 values |= {front + name: array for name, array in row.items()}
             continue
-        names = dict.fromkeys([name for row in rows.values() for name in row if name not in in_common])
+        names = dict.fromkeys(
+            [name for row in rows.values() for name in row if name not in in_common]
+        )
         values |= {way + name: np.stack([row[name] for row in rows.values()]) for name in names}
         values |= {way + name: array for name, array in in_common.items()}
     return Saved(leaves, values)
 
 
 def _has_separate_states(rule: Any) -> bool:
-    """Whether each leaf or group has a state of its own, as shapes or limits differ, not a row of the same arrays."""
+    """Whether each leaf or group has a state of its own, as shapes or limits differ,
+    not a row of the same arrays.
+    """
     return labelled(rule) and (rule.scope.axes is not None or isinstance(rule.limit, PerGroup))
 
 
 def _front(rule: Any, number: int, count: int) -> str:
-    """Return the beginning of the names of a leaf's own state; a single leaf's along axes is no tuple of states."""
+    """Return the beginning of the names of a leaf's own state.
+
+    A single leaf's along axes is no tuple of states.
+    """
     return "" if rule.scope.axes is not None and count == 1 else f"{number}."
 
 
 def _describe_mismatch(rule: Any, theirs: list[str], ours: list[str]) -> str:
     """Return the error that a state belongs to other leaves or groups."""
-    missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
+    missing, extra = (
+        [label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs))
+    )
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []
     what += [f"none of {shown(extra)}"] if extra else []
     return (
         f"the saved state of {short(rule)} is that of other leaves: it holds "
-        f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or {_ANEW} (if only their "
-        "names have changed, give it the new ones by uniclip.saved.renamed)"
+        f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or "
+        f"{_ANEW} (if only their names have changed, give it the new ones by "
+        "uniclip.saved.renamed)"
     )
 
 
@@ -391,17 +472,20 @@ def _copy_labels(leaves: Any) -> Any:
 
 
 def _name_of_path(path: tuple[Any, ...]) -> str:
-    return ".".join([str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path])
+    return ".".join(
+        [str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path]
+    )
 
 
 # Whose norms a state holds.
 
 
 def identity(rule: Any) -> str:
-    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes, in the order of a chain.
+    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes,
+    in the order of a chain.
 
-    Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor are functions and
-    rules without memory.
+    Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor
+    are functions and rules without memory.
     """
     if not rule.memory:
         return "-"
@@ -410,17 +494,28 @@ def identity(rule: Any) -> str:
     if isinstance(rule, Masked):
         return f"masked({identity(rule.rule)})"
     if isinstance(rule, Rule):
-        return f"{_describe_limit(rule.limit)} of {_describe_norm(rule.norm)} over {_describe_scope(rule.scope)}"
+        return (
+            f"{_describe_limit(rule.limit)} of {_describe_norm(rule.norm)} over "
+            f"{_describe_scope(rule.scope)}"
+        )
     return type(rule).__name__
 
 
 def labelled(rule: Any) -> bool:
     """Whether a state of the rule belongs to certain leaves or groups."""
-    return any([isinstance(one, Rule) and one.memory and one.scope.label is not everything for one in walk_rules(rule)])
+    return any(
+        [
+            isinstance(one, Rule) and one.memory and one.scope.label is not everything
+            for one in walk_rules(rule)
+        ]
+    )
 
 
 def leaves_of(rule: Any, flat: Flat) -> Leaves:
-    """Return the leaves or groups of each rule with memory, in the order of its norms; ``flat`` is a flattened tree."""
+    """Return the leaves or groups of each rule with memory, in the order of its norms.
+
+    ``flat`` is a flattened tree.
+    """
     if not rule.memory:
         return []
     if isinstance(rule, Chain):
@@ -434,12 +529,16 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
     if rule.scope.label is None:
         return [[stable(place("", path)) for path in paths]]
     label = rule.scope.label
-    labels = [label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)]
+    labels = [
+        label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)
+    ]
     return [sorted({stable(repr(name)) for name in [*rule.limit.groups, *labels]})]
 
 
 def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield each rule with memory, in the order of `leaves_of`, behind the beginning of the names of its numbers."""
+    """Yield each rule with memory, in the order of `leaves_of`,
+    behind the beginning of the names of its numbers.
+    """
     if isinstance(rule, Chain) and rule.memory:
         for number, inner in enumerate(rule.rules):
             yield from memories_of(inner, (*way, f"{number}."))
@@ -456,33 +555,59 @@ def labels_of(leaves: Leaves | None) -> list[str]:
 
 def shown(labels: list[str]) -> str:
     """Return leaves and groups as text for an error."""
-    names = [f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]]
+    names = [
+        f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]
+    ]
     return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
 
 
 def _describe_limit(limit: Any) -> str:
     """Return the kind of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
-        inside = [f"{stable(repr(label))}: {_describe_limit(inner)}" for label, inner in limit.limits if inner.memory]
+        inside = [
+            f"{stable(repr(label))}: {_describe_limit(inner)}"
+            for label, inner in limit.limits
+            if inner.memory
+        ]
         return f"PerGroup({', '.join(sorted(inside))})"
     values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}
     shown = [f"window={int(values['window'])}"] if "window" in values else []
-    shown += [name for name, value in values.items() if isinstance(value, (bool, np.bool_)) and value]
+    shown += [
+        name for name, value in values.items() if isinstance(value, (bool, np.bool_)) and value
+    ]
     return type(limit).__name__ + (f"({', '.join(shown)})" if shown else "")
 
 
 def _describe_norm(norm: Norm) -> str:
     name = repr(norm).rpartition(".")[2]
-    return name if name.isidentifier() else f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
+    return (
+        name
+        if name.isidentifier()
+        else f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
+    )
 
 
 def _describe_scope(scope: Scope) -> str:
     """Return which leaves share a norm, and along which axes."""
-    joined = "each leaf" if scope.label is None else "all leaves" if scope.label is everything else "groups of leaves"
+    joined = (
+        "each leaf"
+        if scope.label is None
+        else "all leaves"
+        if scope.label is everything
+        else "groups of leaves"
+    )
     axes = scope.axes
     if axes is None:
         return joined
     if isinstance(axes, FanIn):
-        return f"the units of {joined}" if axes.axis is None else f"the units of axis {int(axes.axis)} of {joined}"
-    along = str(list(axes)) if isinstance(axes, tuple) else getattr(axes, "__name__", type(axes).__name__)
+        return (
+            f"the units of {joined}"
+            if axes.axis is None
+            else f"the units of axis {int(axes.axis)} of {joined}"
+        )
+    along = (
+        str(list(axes))
+        if isinstance(axes, tuple)
+        else getattr(axes, "__name__", type(axes).__name__)
+    )
     return f"axes {along} of {joined}"

@@ -13,7 +13,17 @@ from typing import Any, TypeAlias
 from uniclip._errors import Printed, check, settle, whole
 from uniclip._types import Path
 
-__all__ = ["Scope", "all_leaves", "axes", "each_entry", "each_example", "each_leaf", "each_row", "groups", "unit"]
+__all__ = [
+    "Scope",
+    "all_leaves",
+    "axes",
+    "each_entry",
+    "each_example",
+    "each_leaf",
+    "each_row",
+    "groups",
+    "unit",
+]
 
 Axes: TypeAlias = int | tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
 Label: TypeAlias = Callable[[Path, Any], Hashable]
@@ -26,12 +36,12 @@ class Scope(Printed):
     Parameters
     ----------
     axes : None, tuple of int, or callable
-        The axes of a leaf that one norm covers: ``None`` for all, ``()`` for none (each entry has its own norm), or
-        a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
+        The axes of a leaf that one norm covers: ``None`` for all, ``()`` for none (each entry has
+        its own norm), or a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
     label : callable, optional
-        ``label(path, leaf)`` returns the group of a leaf; leaves of one group share a norm. With ``None`` every
-        leaf is its own group. ``path`` is the tuple of keys that leads to the leaf, for example
-        ``("encoder", 0, "weight")``.
+        ``label(path, leaf)`` returns the group of a leaf; leaves of one group share a norm. With
+        ``None`` every leaf is its own group. ``path`` is the tuple of keys that leads to the leaf,
+        for example ``("encoder", 0, "weight")``.
 
     Examples
     --------
@@ -48,7 +58,12 @@ class Scope(Printed):
         """Validate ``axes`` and ``label``."""
         if self.axes is not None and not callable(self.axes):
             settle(self, axes=_axis_numbers(self.axes))
-        check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
+        check(
+            "label",
+            self.label,
+            self.label is None or callable(self.label),
+            "a function of (path, leaf)",
+        )
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""
@@ -59,7 +74,9 @@ class Scope(Printed):
         return super()._printed(show)
 
     def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
-        """Return the axes of an ``ndim``-dimensional leaf that one norm covers, ``None`` for all."""
+        """Return the axes of an ``ndim``-dimensional leaf that one norm covers,
+        ``None`` for all.
+        """
         axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes
         if axes is None:
             return None
@@ -79,7 +96,10 @@ def _axis_numbers(axes: Any) -> tuple[int, ...]:
     """Return one axis, or a sequence of axes, as a tuple of Python integers."""
     fits = isinstance(axes, (list, tuple, range)) or hasattr(axes, "__index__")
     check("axis", axes, fits, "a whole number or a tuple of them")
-    return tuple(whole("axis", axis) for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,)))
+    return tuple(
+        whole("axis", axis)
+        for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,))
+    )
 
 
 def everything(path: Path, leaf: object) -> Hashable:  # noqa: ARG001 - the signature of a label
@@ -170,8 +190,8 @@ def axes(*axis: int) -> Scope:
 def unit(axis: int | None = None) -> Scope:
     """Give each output unit one norm, over all axes of a leaf but the output axis ``axis``.
 
-    By default the output axis follows the convention of the framework, see `uniclip.agc`. A vector or a scalar is one
-    unit.
+    By default the output axis follows the convention of the framework, see `uniclip.agc`. A vector
+    or a scalar is one unit.
 
     Examples
     --------
@@ -185,8 +205,9 @@ def unit(axis: int | None = None) -> Scope:
 def groups(label: Label) -> Scope:
     """Give the leaves with equal ``label(path, leaf)`` one norm.
 
-    ``path`` is the tuple of keys that leads to the leaf; the label must be hashable. A rule with memory also labels
-    absent gradients, whose leaf is ``None``, so their labels must follow from the path.
+    ``path`` is the tuple of keys that leads to the leaf; the label must be hashable. A rule with
+    memory also labels absent gradients, whose leaf is ``None``, so their labels must follow from
+    the path.
 
     Examples
     --------
@@ -196,7 +217,9 @@ def groups(label: Label) -> Scope:
     >>> float(norms["body"]), float(norms["head"])
     (5.0, 12.0)
     """
-    check("label", label, callable(label), "a function of (path, leaf) that names the group of a leaf")
+    check(
+        "label", label, callable(label), "a function of (path, leaf) that names the group of a leaf"
+    )
     return Scope(label=label)
 
 

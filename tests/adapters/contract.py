@@ -1,4 +1,6 @@
-"""What every adapter does, whichever library it clips in: as the loop that clips by hand, and no more."""
+"""What every adapter does, whichever library it clips in:
+as the loop that clips by hand, and no more.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ MOVED = ("adagc", "chain")
 
 
 class Adapter(Protocol):
-    """A library that trains the model of `kit.training`, with a rule where uniclip's adapter puts it."""
+    """A library that trains the model of `kit.training`,
+    with a rule where uniclip's adapter puts it.
+    """
 
     takes: frozenset[str]
     """What it can do, of
@@ -43,10 +47,12 @@ class Adapter(Protocol):
     - save: `save` and `load`;
     - refuse: `load` refuses the state of another rule;
     - memory: `remembered` and `recall`;
-    - micro: ``start`` takes a ``micro=``, and `step` then goes through so many parts of the batch, and clips once;
-    - scale: the loss is multiplied by about 1000; a step whose scaled gradients are not finite is left out, so it
-      trains without the batch with NaN;
-    - rows: the gradient of the table has only the rows of the batch, so that NaN does not reach the others;
+    - micro: ``start`` takes a ``micro=``, and `step` then goes through so many parts of the batch,
+      and clips once;
+    - scale: the loss is multiplied by about 1000; a step whose scaled gradients are not finite is
+      left out, so it trains without the batch with NaN;
+    - rows: the gradient of the table has only the rows of the batch, so that NaN does not reach the
+      others;
     - bits: what is not clipped has the bits of a training without uniclip.
     """
     optimizer: str = "momentum"
@@ -56,9 +62,13 @@ class Adapter(Protocol):
     recorded: str = ""
     """The folder in tests/data/files with what `save` has once written, see tests/record.py."""
     own_clipping: Mapping[str, Any] = MappingProxyType({})
-    """The library's own options for clipping, by the names that ``start`` takes, with values that switch them on."""
+    """The library's own options for clipping, by the names that ``start`` takes,
+    with values that switch them on.
+    """
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Begin with `kit.training.weights`; without uniclip if the rule is ``None``."""
 
     def step(self, batch: Batch) -> None:
@@ -83,7 +93,9 @@ class Adapter(Protocol):
         """Go on from what was saved, after ``start``."""
 
     def remembered(self) -> dict[str, Any]:
-        """Return what the rule remembers, as ``uc.Clipper.state_dict`` does, with its names: ``['b']`` and so on."""
+        """Return what the rule remembers, as ``uc.Clipper.state_dict`` does, with its names:
+        ``['b']`` and so on.
+        """
 
     def recall(self, saved: dict[str, Any]) -> None:
         """Give the rule what ``uc.Clipper.state_dict`` returned."""
@@ -94,7 +106,9 @@ WITHOUT_NAN = ("skip", "skip_spikes", "zero")
 
 
 def kinds(uc: ModuleType) -> dict[str, Kind]:
-    """Return a rule of each kind, none of which depends on where a library has the inputs of a matrix."""
+    """Return a rule of each kind, none of which depends on where a library has the inputs of
+    a matrix.
+    """
     return {**all_kinds(uc), "agc": Kind(uc.agc(0.05, axis=-1))}
 
 
@@ -105,7 +119,8 @@ Check: TypeAlias = Callable[[Make, ModuleType, Path], None]
 def check_training(name: str, make: Make, uc: ModuleType, folder: Path, **options: Any) -> None:
     """Require every step to be that of the loop by hand, of a batch in parts, too.
 
-    A skipped one changes nothing that is trained; one that a loss scale leaves out leaves the rule's memory alone, too.
+    A skipped one changes nothing that is trained; one that a loss scale leaves out leaves the
+    rule's memory alone, too.
     """
     adapter = make()
     hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
@@ -127,11 +142,15 @@ def check_training(name: str, make: Make, uc: ModuleType, folder: Path, **option
         close(adapter.weights(), hand.weights, f"weights after step {number}")
         if "scalars" in adapter.takes:
             close_scalars(adapter.scalars(), hand.scalars(), f"step {number}")
-    assert skipped or stops or name not in {"skip", "skip_spikes"}, "the batches have no step to skip"
+    assert skipped or stops or name not in {"skip", "skip_spikes"}, (
+        "the batches have no step to skip"
+    )
 
 
 def check_unclipped(make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require a rule that never clips to leave every bit of the training as it is without uniclip."""
+    """Require a rule that never clips to leave every bit of the training as it is
+    without uniclip.
+    """
     adapter, plain = make(), make()
     adapter.start(uc, uc.by_global_norm(1e9))
     plain.start(uc, None)
@@ -143,7 +162,9 @@ def check_unclipped(make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_resumed(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require a training that was stopped, saved and loaded to take the very steps of one that was not."""
+    """Require a training that was stopped, saved and loaded to take the very steps of one that
+    was not.
+    """
     through, again = make(), make()
     for adapter in (through, again):
         adapter.start(uc, kinds(uc)[name].rule)
@@ -159,7 +180,9 @@ def check_resumed(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_recorded(make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require files of an earlier day to load, and the training to go on as if it had not stopped."""
+    """Require files of an earlier day to load, and the training to go on as if it had
+    not stopped.
+    """
     adapter = make()
     rule = kinds(uc)[KEPT].rule
     hand = ByHand(uc, rule, adapter.optimizer)
@@ -186,7 +209,9 @@ def write_files(make: Make, uc: ModuleType) -> None:
 
 
 def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require the state of another rule to be refused, and to change nothing of the rule and its optimizer."""
+    """Require the state of another rule to be refused,
+    and to change nothing of the rule and its optimizer.
+    """
     saving, adapter = make(), make()
     saving.start(uc, uc.adagc())
     adapter.start(uc, uc.zclip(warmup=2))
@@ -202,7 +227,9 @@ def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require the rule's memory to go on in ``uc.Clipper``, and that of a `Clipper` in the adapter."""
+    """Require the rule's memory to go on in ``uc.Clipper``,
+    and that of a `Clipper` in the adapter.
+    """
     adapter, again = make(), make()
     rule = kinds(uc)[name].rule
     hand = ByHand(uc, rule, adapter.optimizer)
@@ -215,11 +242,17 @@ def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
     saved_by_both = adapter.remembered(), again.remembered()
     _, grads = loss_and_grads(hand.weights, batches()[SPIKE])
     wanted = hand.clipper(grads, hand.weights)
-    assert apart(wanted, uc.Clipper(rule)(grads, hand.weights)) > 1e-3, "the memory has no effect here"
+    assert apart(wanted, uc.Clipper(rule)(grads, hand.weights)) > 1e-3, (
+        "the memory has no effect here"
+    )
     for saved in saved_by_both:
         clipper = uc.Clipper(rule)
         clipper.load_state_dict(saved)
-        close(clipper(grads, hand.weights), wanted, "what a Clipper clips that goes on from the adapter")
+        close(
+            clipper(grads, hand.weights),
+            wanted,
+            "what a Clipper clips that goes on from the adapter",
+        )
 
 
 def check_own_clipping(option: str, make: Make, uc: ModuleType, folder: Path) -> None:
@@ -245,7 +278,12 @@ def check_record(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
     adapter.finish()
     found = insight.read(folder / "run.jsonl")
     np.testing.assert_array_equal(found.steps, np.arange(1, len(rows) + 1))
-    shown = {"norm": found.norms, "limit": found.limits, "factor": found.factors, "skipped": found.skipped}
+    shown = {
+        "norm": found.norms,
+        "limit": found.limits,
+        "factor": found.factors,
+        "skipped": found.skipped,
+    }
     for field, column in shown.items():
         wanted = np.asarray([row.get(f"clip/{field}", 0.0) for row in rows])
         known = np.isfinite(found.norms) if field == "limit" else slice(None)
@@ -254,15 +292,19 @@ def check_record(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def contract(make: Any, some: tuple[str, ...] | None = None) -> list[Any]:
-    """Return the checks of an adapter as parameters of a test, with all kinds of rules or with some.
+    """Return the checks of an adapter as parameters of a test,
+    with all kinds of rules or with some.
 
-    ``@pytest.mark.parametrize("check", contract(Attached))``, and the test calls ``check(Attached, uc, tmp_path)``.
+    ``@pytest.mark.parametrize("check", contract(Attached))``, and the test calls
+    ``check(Attached, uc, tmp_path)``.
     """
     return [pytest.param(check, id=name) for name, check in checks(make, some)]
 
 
 def variants(makes: Mapping[Any, tuple[str, ...] | None]) -> list[Any]:
-    """Return the same of several adapters, each with some kinds of rules or all, as pairs of an adapter and a check."""
+    """Return the same of several adapters, each with some kinds of rules or all,
+    as pairs of an adapter and a check.
+    """
     return [
         pytest.param(make, check, id=f"{make.__name__}-{name}")
         for make, some in makes.items()
@@ -277,7 +319,9 @@ def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str
     usable = [
         name
         for name, kind in kinds(uc).items()
-        if name not in make.left_out and ("loss" in make.takes or not kind.loss) and (some is None or name in some)
+        if name not in make.left_out
+        and ("loss" in make.takes or not kind.loss)
+        and (some is None or name in some)
     ]
     yield from ((f"training-{name}", partial(check_training, name)) for name in usable)
     if "bits" in make.takes:
@@ -292,7 +336,11 @@ def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str
         "save": ("resumed", check_resumed, tuple(name for name in RESUMED if name in usable)),
         "memory": ("moved", check_moved, tuple(name for name in MOVED if name in usable)),
         "micro": ("micro", partial(check_training, micro=2), ("autoclip",)),
-        "scale": ("overflow", check_training, tuple(sorted({"autoclip", "by_global_norm"} - {*usable}))),
+        "scale": (
+            "overflow",
+            check_training,
+            tuple(sorted({"autoclip", "by_global_norm"} - {*usable})),
+        ),
         "record": ("record", check_record, ("zclip", "skip")),
     }
     for title, check, names in (more[token] for token in more if token in make.takes):
@@ -319,11 +367,16 @@ def close(found: Arrays, wanted: Arrays, what: str) -> None:
     """Require weights in float32 to be those by hand."""
     assert sorted(found) == sorted(wanted)
     for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, rtol=2e-4, atol=2e-5, err_msg=f"{what}: {name}")
+        np.testing.assert_allclose(
+            found[name], array, rtol=2e-4, atol=2e-5, err_msg=f"{what}: {name}"
+        )
 
 
 def close_scalars(found: dict[str, float], wanted: dict[str, float], what: str) -> None:
-    """Require the numbers for a logger to be those by hand; a limit is one where there is a norm."""
+    """Require the numbers for a logger to be those by hand.
+
+    A limit is one where there is a norm.
+    """
     assert sorted(found) == sorted(wanted), what
     for name, value in wanted.items():
         if name == "clip/limit" and not np.isfinite(wanted["clip/norm"]):
@@ -331,4 +384,6 @@ def close_scalars(found: dict[str, float], wanted: dict[str, float], what: str) 
         if value > LARGE:
             assert found[name] > LARGE, (what, name, found[name])
         else:
-            np.testing.assert_allclose(found[name], value, rtol=5e-4, atol=1e-6, err_msg=f"{what}: {name}")
+            np.testing.assert_allclose(
+                found[name], value, rtol=5e-4, atol=1e-6, err_msg=f"{what}: {name}"
+            )

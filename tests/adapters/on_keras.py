@@ -1,4 +1,6 @@
-"""What the tests of Keras share: the small model, and the training by hand that it is compared with."""
+"""What the tests of Keras share: the small model,
+and the training by hand that it is compared with.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from kit.training import MOMENTUM, RATE, Batch, ByHand, batches, weights
 
 IGNORED = [
     # Keras' variables do not know NumPy's copy argument yet; that is between the two.
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    ),
     # Keras' trainer makes a NumPy array read-only and gives it to PyTorch.
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
 ]
@@ -65,10 +69,17 @@ def compiled(optimizer: Any, net: Any = None, **options: Any) -> Any:
     return made
 
 
-def fit(made: Any, of: list[Batch] = BATCHES, *callbacks: Any, epochs: int = 1) -> dict[str, list[float]]:
+def fit(
+    made: Any, of: list[Batch] = BATCHES, *callbacks: Any, epochs: int = 1
+) -> dict[str, list[float]]:
     """Take one step for each batch, and return the logs."""
     x, y = (np.concatenate(arrays) for arrays in zip(*of, strict=True))
-    options = {"batch_size": len(of[0].targets), "shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+    options = {
+        "batch_size": len(of[0].targets),
+        "shuffle": False,
+        "verbose": 0,
+        "callbacks": list(callbacks),
+    }
     logs: dict[str, list[float]] = made.fit(x, y, epochs=epochs, **options).history
     return logs
 
@@ -95,9 +106,15 @@ def same(ours: Any, theirs: Any, rtol: float = 0.0) -> None:
 
 def as_by_hand(made: Any, hand: ByHand) -> None:
     """Require the weights, and the sums of the optimizer, to be those of the training by hand."""
-    same(values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5)
+    same(
+        values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5
+    )
     inner = [variable for variable in made.optimizer.variables if "momentum" in variable.path]
-    same(values(inner), [-RATE * hand.optimizer.sums[name] for name in ("b", "table", "w")], rtol=2e-4)
+    same(
+        values(inner),
+        [-RATE * hand.optimizer.sums[name] for name in ("b", "table", "w")],
+        rtol=2e-4,
+    )
 
 
 def in_replicas(made: Any, hand: ByHand) -> None:

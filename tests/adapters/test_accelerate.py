@@ -29,12 +29,17 @@ def _forget() -> Iterator[None]:
 
 
 class Accelerated(Handled):
-    """A loop as Accelerate's documentation writes it; the rule is attached before the optimizer is wrapped."""
+    """A loop as Accelerate's documentation writes it.
+
+    The rule is attached before the optimizer is wrapped.
+    """
 
     recorded = "accelerate"
     takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Prepare."""
         self.record, self.micro = record, micro
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
@@ -68,7 +73,10 @@ class Accelerated(Handled):
 
 
 class Scaled(Accelerated):
-    """With a scaler, which Accelerate makes on accelerators only; the rule is attached to what it wraps."""
+    """With a scaler, which Accelerate makes on accelerators only.
+
+    The rule is attached to what it wraps.
+    """
 
     takes = frozenset({"scalars", "memory", "scale"})
 

@@ -42,38 +42,54 @@ from uniclip.integrations.keras import ClippedOptimizer, LogClipping
 from uniclip.saved import renamed
 
 pytestmark = IGNORED
-needs_multi = pytest.mark.needs(*([] if hasattr(keras.optimizers, "MultiOptimizer") else ["a newer Keras"]))
+needs_multi = pytest.mark.needs(
+    *([] if hasattr(keras.optimizers, "MultiOptimizer") else ["a newer Keras"])
+)
 BY_NORM = uc.by_norm(1.0)
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-WAYS = {"eager": {"run_eagerly": True}, "XLA, four steps in one": {"jit_compile": True, "steps_per_execution": 4}}
+WAYS = {
+    "eager": {"run_eagerly": True},
+    "XLA, four steps in one": {"jit_compile": True, "steps_per_execution": 4},
+}
 
 
 @on_tensorflow
 @pytest.mark.parametrize("way", WAYS)
 def test_fit(way: str, tmp_path: Path) -> None:
-    """However steps run, weights are those by hand; logs hold the last step, means and the largest norm of an epoch."""
+    """However steps run, weights are those by hand.
+
+    Logs hold the last step, means and the largest norm of an epoch.
+    """
     rule = uc.chain(uc.by_global_norm(0.9, nonfinite="skip"), uc.zclip(z=1.0, warmup=2))
     made = compiled(ClippedOptimizer(sgd(), rule), **WAYS[way])
-    logs = fit(made, BATCHES, LogClipping(), keras.callbacks.CSVLogger(tmp_path / "log.csv"), epochs=2)
+    logs = fit(
+        made, BATCHES, LogClipping(), keras.callbacks.CSVLogger(tmp_path / "log.csv"), epochs=2
+    )
     hand, steps = by_hand(rule, BATCHES * 2)
     as_by_hand(made, hand)
     assert int(made.optimizer.iterations) == 14
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text(encoding="utf-8").splitlines()))
     for number, epoch in enumerate((steps[:8], steps[8:])):
         largest = max(step["clip/norm"] for step in epoch if math.isfinite(step["clip/norm"]))
-        means = {name: np.mean([step[name] for step in epoch]) for name in ("clip/share", "clip/skipped")}
+        means = {
+            name: np.mean([step[name] for step in epoch]) for name in ("clip/share", "clip/skipped")
+        }
         wanted = epoch[-1] | means | {"clip/norm_max": largest}
         found = {name: logs[name][number] for name in logs if name.startswith("clip/")}
         assert found == pytest.approx(wanted, rel=2e-5)
-        assert {name: float(rows[number][name]) for name in wanted} == pytest.approx(wanted, rel=2e-5)
+        assert {name: float(rows[number][name]) for name in wanted} == pytest.approx(
+            wanted, rel=2e-5
+        )
         assert 0 < found["clip/share"] < 1
         assert found["clip/skipped"] == 1 / 8
 
 
 INNER: dict[str, Callable[[], Any]] = {
-    "schedule": lambda: SGD(keras.optimizers.schedules.CosineDecay(0.05, 10), momentum=0.9, nesterov=True),
+    "schedule": lambda: SGD(
+        keras.optimizers.schedules.CosineDecay(0.05, 10), momentum=0.9, nesterov=True
+    ),
     "average": lambda: SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
     "average at the end": lambda: SGD(0.05, use_ema=True, ema_momentum=0.5),
     "weight decay": lambda: AdamW(0.01, weight_decay=0.5),
@@ -83,7 +99,9 @@ INNER: dict[str, Callable[[], Any]] = {
 @on_tensorflow
 @pytest.mark.parametrize("name", INNER)
 def test_what_the_inner_optimizer_does(name: str) -> None:
-    """Schedules, averages of the weights and weight decay are those without the wrapper, to the bit."""
+    """Schedules, averages of the weights and weight decay are those without the wrapper, to
+    the bit.
+    """
     inner, plain = INNER[name](), INNER[name]()
     wrapped = ClippedOptimizer(inner, uc.by_global_norm(math.inf))
     for optimizer in (wrapped, plain):
@@ -97,7 +115,9 @@ def test_what_the_inner_optimizer_does(name: str) -> None:
 
 @on_tensorflow
 def test_attributes() -> None:
-    """Learning rate, count of steps and variables are those of the optimizer inside; all can be set at once."""
+    """Learning rate, count of steps and variables are those of the optimizer inside;
+    all can be set at once.
+    """
     rule = uc.adagc(warmup=2)
     optimizer, other = (ClippedOptimizer(SGD(0.5, momentum=0.9), rule) for _ in range(2))
     optimizer.learning_rate = 0.25
@@ -119,9 +139,14 @@ def test_attributes() -> None:
 
 @on_tensorflow
 def test_saved(tmp_path: Path) -> None:
-    """A saved model goes on to the bit; weights alone do not bring the memory to an optimizer that is not built."""
+    """A saved model goes on to the bit.
+
+    Weights alone do not bring the memory to an optimizer that is not built.
+    """
     rule = uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=2))
-    whole, half, lost = (compiled(ClippedOptimizer(Adam(0.05), rule), run_eagerly=True) for _ in range(3))
+    whole, half, lost = (
+        compiled(ClippedOptimizer(Adam(0.05), rule), run_eagerly=True) for _ in range(3)
+    )
     for made in (whole, half):
         fit(made, FINITE[:3])
     half.save(tmp_path / "half.keras")
@@ -158,21 +183,30 @@ def test_refused_memories() -> None:
 
 
 def test_the_order_of_variables() -> None:
-    """A memory belongs to the variables by their names, in the order of the model, also if that is not sorted."""
+    """A memory belongs to the variables by their names, in the order of the model,
+    also if that is not sorted.
+    """
     rule = uc.norm_growth(1.5)
     made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     kernel, bias = made.trainable_variables
-    grads = OrderedDict([(kernel.path, np.full((3, 2), 10.0, np.float32)), (bias.path, np.full(2, 1.0, np.float32))])
+    grads = OrderedDict(
+        [(kernel.path, np.full((3, 2), 10.0, np.float32)), (bias.path, np.full(2, 1.0, np.float32))]
+    )
     clipper = uc.Clipper(rule)
     clipper(grads)
     optimizer = ClippedOptimizer(SGD(1.0), rule)
     optimizer.build(made.trainable_variables)
     optimizer.load_rule_state_dict(clipper.state_dict())
     assert optimizer.rule_state_dict()["leaves"] == [[f"['{kernel.path}']", f"['{bias.path}']"]]
-    (before, _), larger = made.get_weights(), [10 * keras.ops.convert_to_tensor(grad) for grad in grads.values()]
+    (before, _), larger = (
+        made.get_weights(),
+        [10 * keras.ops.convert_to_tensor(grad) for grad in grads.values()],
+    )
     optimizer.apply(larger, made.trainable_variables)
     assert np.linalg.norm(before - made.get_weights()[0]) == pytest.approx(1.5 * 600**0.5, rel=1e-5)
-    assert optimizer.rule_state_dict()["state"]["averages"] == pytest.approx([1.5 * 600**0.5, 1.5 * 2**0.5], rel=1e-5)
+    assert optimizer.rule_state_dict()["state"]["averages"] == pytest.approx(
+        [1.5 * 600**0.5, 1.5 * 2**0.5], rel=1e-5
+    )
 
 
 def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
@@ -181,25 +215,37 @@ def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
     made.compile(ClippedOptimizer(SGD(0.1), uc.spam(warmup=1)), loss="mse")
     made.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
     shapes = [
-        np.shape(value) for name, value in made.optimizer.rule_state_dict()["state"].items() if "averages" in name
+        np.shape(value)
+        for name, value in made.optimizer.rule_state_dict()["state"].items()
+        if "averages" in name
     ]
     assert shapes == [(1, 3, 2), (1, 2)]
 
 
 def muon_and_adam(*, clipnorm: float | None = None) -> Any:
     """Return Keras' way to two optimizers, one of them for the matrices."""
-    inside = {"matrix": SGD(RATE, momentum=MOMENTUM), "rest": SGD(RATE, momentum=MOMENTUM, clipnorm=clipnorm)}
-    return keras.optimizers.MultiOptimizer(lambda variable: inside["matrix" if len(variable.shape) == 2 else "rest"])
+    inside = {
+        "matrix": SGD(RATE, momentum=MOMENTUM),
+        "rest": SGD(RATE, momentum=MOMENTUM, clipnorm=clipnorm),
+    }
+    return keras.optimizers.MultiOptimizer(
+        lambda variable: inside["matrix" if len(variable.shape) == 2 else "rest"]
+    )
 
 
 @needs_multi
 def test_several_optimizers_inside(tmp_path: Path) -> None:
-    """One rule over all variables, whichever optimizer steps each; files and the memory go on as with a single one."""
+    """One rule over all variables, whichever optimizer steps each.
+
+    Files and the memory go on as with a single one.
+    """
     rule = uc.chain(uc.by_global_norm(0.5), uc.adagc(warmup=2))
     made, again = (compiled(ClippedOptimizer(muon_and_adam(), rule)) for _ in range(2))
     fit(made, FINITE, LogClipping())
     hand, _ = by_hand(rule, FINITE)
-    same(values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5)
+    same(
+        values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5
+    )
     made.save_weights(tmp_path / "made.weights.h5")
     fit(again, FINITE[:1])  # which builds
     again.load_weights(tmp_path / "made.weights.h5")
@@ -237,21 +283,34 @@ def halved(grad: Any) -> Any:
 
 @on_tensorflow
 def test_config() -> None:
-    """A rule, with arrays and with functions that Keras knows, goes through JSON in a config; others say what to do."""
+    """A rule, with arrays and with functions that Keras knows, goes through JSON in a config;
+    others say what to do.
+    """
     groups = uc.by_group_norm({True: 1.0, False: keras.ops.convert_to_tensor(2.0)}, is_matrix)
     bounds = uc.by_value(np.asarray([-1.0, -2.0]), keras.ops.convert_to_tensor([1.0, math.inf]))
-    rule = uc.chain(uc.masked(uc.zclip(z=2.0), is_matrix), groups, uc.masked(bounds, is_matrix), halved)
-    optimizer = ClippedOptimizer(AdamW(0.5), rule, loss_scale_factor=2.0, gradient_accumulation_steps=3, name="mine")
+    rule = uc.chain(
+        uc.masked(uc.zclip(z=2.0), is_matrix), groups, uc.masked(bounds, is_matrix), halved
+    )
+    optimizer = ClippedOptimizer(
+        AdamW(0.5), rule, loss_scale_factor=2.0, gradient_accumulation_steps=3, name="mine"
+    )
     config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
     again = keras.saving.deserialize_keras_object(config)
     assert again.get_config() == optimizer.get_config()
     assert isinstance(again.inner, AdamW)
-    assert (again.name, again.loss_scale_factor, again.gradient_accumulation_steps) == ("mine", 2.0, 3)
+    assert (again.name, again.loss_scale_factor, again.gradient_accumulation_steps) == (
+        "mine",
+        2.0,
+        3,
+    )
     tree = {"net/w": np.asarray([8.0, -6.0], np.float32), "net/b": np.asarray([5.0], np.float32)}
     found, wanted = (one.update(tree, one.init(tree), tree)[0] for one in (again.rule, rule))
     same([found[name] for name in tree], [wanted[name] for name in tree])
     same([found["net/w"]], [[0.5 * 4 / 17**0.5 / 4, -0.5 / 17**0.5]], rtol=1)
-    for wrong in (uc.masked(bounds, lambda path, leaf: True), uc.by_group_norm({"a": 1.0}, lambda path, leaf: "a")):
+    for wrong in (
+        uc.masked(bounds, lambda path, leaf: True),
+        uc.by_group_norm({"a": 1.0}, lambda path, leaf: "a"),
+    ):
         with pytest.raises(TypeError, match="register_keras_serializable"):
             ClippedOptimizer(SGD(), wrong).get_config()
 
@@ -266,13 +325,29 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no rule": (lambda: clipped(SGD(), 1.0), TypeError, "uc.by_global_norm"),
     "examples": (lambda: clipped(SGD(), uc.by_example_norm(1.0)), ValueError, "uc.clip_and_sum"),
     "twice": (lambda: clipped(clipped(SGD())), ValueError, r"uc\.chain"),
-    "scaled": (lambda: clipped(LossScaleOptimizer(SGD())), ValueError, r"LossScaleOptimizer\(ClippedOptimizer"),
-    "accumulated": (lambda: clipped(SGD(gradient_accumulation_steps=4)), ValueError, "gradient_accumulation_steps=4"),
+    "scaled": (
+        lambda: clipped(LossScaleOptimizer(SGD())),
+        ValueError,
+        r"LossScaleOptimizer\(ClippedOptimizer",
+    ),
+    "accumulated": (
+        lambda: clipped(SGD(gradient_accumulation_steps=4)),
+        ValueError,
+        "gradient_accumulation_steps=4",
+    ),
     "scaling": (lambda: clipped(SGD(loss_scale_factor=4.0)), ValueError, "loss_scale_factor=4"),
     "clips nothing": (lambda: clipped(SGD(clipnorm=0.0)), ValueError, "which Keras takes for none"),
-    "no numbers": (lambda: fit(compiled(sgd()), FINITE, LogClipping()), TypeError, "ClippedOptimizer"),
+    "no numbers": (
+        lambda: fit(compiled(sgd()), FINITE, LogClipping()),
+        TypeError,
+        "ClippedOptimizer",
+    ),
     "not built": (lambda: clipped(SGD()).apply([keras.ops.ones(2)]), ValueError, "build"),
-    "too few": (lambda: clipped(SGD()).apply([keras.ops.ones(2)], Net().trainable_variables), ValueError, "shorter"),
+    "too few": (
+        lambda: clipped(SGD()).apply([keras.ops.ones(2)], Net().trainable_variables),
+        ValueError,
+        "shorter",
+    ),
     "no window": (lambda: LogClipping(every=0), ValueError, "every"),
     "no recorder": (lambda: LogClipping(record="run.jsonl"), TypeError, "record"),
 }
@@ -289,7 +364,9 @@ def test_refused(name: str) -> None:
 
 @on_tensorflow
 def test_mixed_precision() -> None:
-    """In float16 ``compile`` puts Keras' loss scale around, behind which the numbers for the logs are found."""
+    """In float16 ``compile`` puts Keras' loss scale around,
+    behind which the numbers for the logs are found.
+    """
     keras.config.set_dtype_policy("mixed_float16")
     try:
         made = compiled(ClippedOptimizer(sgd(), BY_NORM), run_eagerly=True)
@@ -298,7 +375,9 @@ def test_mixed_precision() -> None:
     assert isinstance(made.optimizer, LossScaleOptimizer)
     made.optimizer.initial_scale = 64.0
     logs = fit(made, FINITE[:3], LogClipping())
-    assert logs["clip/norm"] == pytest.approx([by_hand(BY_NORM, FINITE[:3])[1][-1]["clip/norm"]], rel=0.01)
+    assert logs["clip/norm"] == pytest.approx(
+        [by_hand(BY_NORM, FINITE[:3])[1][-1]["clip/norm"]], rel=0.01
+    )
 
 
 @on_tensorflow
@@ -314,7 +393,9 @@ def test_steps_of_ones_own() -> None:
     def step(ids: Any, targets: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((made(ids) - targets) ** 2)
-        made.optimizer.apply(tape.gradient(loss, made.trainable_variables), made.trainable_variables)
+        made.optimizer.apply(
+            tape.gradient(loss, made.trainable_variables), made.trainable_variables
+        )
         return made.optimizer.scalars()
 
     for batch, wanted in zip(BATCHES, steps, strict=True):
@@ -324,10 +405,14 @@ def test_steps_of_ones_own() -> None:
 
 
 @on_tensorflow
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")  # which is what is tested
+# which is what is tested
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 @pytest.mark.parametrize("compiling", [False, True])
 def test_some_variables(compiling: bool) -> None:
-    """An absent gradient is left out of the norm, and its variable stays; variables can be left out altogether."""
+    """An absent gradient is left out of the norm, and its variable stays.
+
+    Variables can be left out altogether.
+    """
     made = Net()
     optimizer = ClippedOptimizer(SGD(1.0), uc.by_global_norm(1.0))
     optimizer.build(made.trainable_variables)
@@ -336,11 +421,18 @@ def test_some_variables(compiling: bool) -> None:
     some = [variable for variable in made.trainable_variables if variable.name in grads]
 
     def step() -> None:
-        optimizer.apply([grads.get(variable.name) for variable in made.trainable_variables], made.trainable_variables)
+        optimizer.apply(
+            [grads.get(variable.name) for variable in made.trainable_variables],
+            made.trainable_variables,
+        )
         optimizer.apply_gradients([(grads[variable.name], variable) for variable in some])
 
     (tf.function(step) if compiling else step)()
-    same(values([made.b, made.table, made.w]), [before["b"] - [1.2, 1.6], before["table"], before["w"]], rtol=1e-6)
+    same(
+        values([made.b, made.table, made.w]),
+        [before["b"] - [1.2, 1.6], before["table"], before["w"]],
+        rtol=1e-6,
+    )
 
 
 @on_tensorflow
@@ -355,11 +447,18 @@ def test_paths_and_frozen_layers() -> None:
     layers = [keras.layers.Dense(3, name=name) for name in ("frozen", "body", "head")]
     made = keras.Sequential([keras.Input((3,)), *layers])
     layers[0].trainable = False
-    made.compile(ClippedOptimizer(SGD(0.1), uc.masked(uc.by_global_norm(0.0), where)), "mse", run_eagerly=True)
+    made.compile(
+        ClippedOptimizer(SGD(0.1), uc.masked(uc.by_global_norm(0.0), where)),
+        "mse",
+        run_eagerly=True,
+    )
     before = made.get_weights()
     made.train_on_batch(np.ones((2, 3), np.float32), np.full((2, 3), 9, np.float32))
     assert seen == {(variable.path,) for layer in layers[1:] for variable in layer.weights}
-    moved = [not np.array_equal(one, other) for one, other in zip(before, made.get_weights(), strict=True)]
+    moved = [
+        not np.array_equal(one, other)
+        for one, other in zip(before, made.get_weights(), strict=True)
+    ]
     assert moved == [False, False, False, False, True, True]
 
 
@@ -368,7 +467,9 @@ def test_paths_and_frozen_layers() -> None:
 def test_numbers_in_narrow_dtypes(dtype: str) -> None:
     """A weight without dimensions, of a narrow dtype, is trained, step by step in Python too."""
     gain = keras.Variable(1.0, dtype=dtype)
-    optimizer = ClippedOptimizer(SGD(0.125), uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=1), uc.by_norm(0.5)))
+    optimizer = ClippedOptimizer(
+        SGD(0.125), uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=1), uc.by_norm(0.5))
+    )
     for _ in range(2):
         optimizer.apply([4 * keras.ops.ones((), dtype)], [gain])
     assert float(gain) == 0.875
@@ -376,7 +477,9 @@ def test_numbers_in_narrow_dtypes(dtype: str) -> None:
 
 @on_tensorflow
 def test_debugger() -> None:
-    """Where TensorFlow stops at NaN and ∞, no step of a rule makes them, and the log holds neither."""
+    """Where TensorFlow stops at NaN and ∞, no step of a rule makes them,
+    and the log holds neither.
+    """
     rule = uc.chain(uc.agc(0.01), uc.adagc(warmup=2), uc.zclip(warmup=2))
     made = compiled(ClippedOptimizer(Adam(), rule), run_eagerly=True)
     tf.debugging.enable_check_numerics()
@@ -388,7 +491,8 @@ def test_debugger() -> None:
 
 
 @on_tensorflow
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")  # which is what is tested
+# which is what is tested
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 def test_gradients_that_are_absent_in_some_steps() -> None:
     """They leave variables and their memory as they were, as in ``rule.update`` with `None`."""
     rule, made = uc.chain(uc.adagc(warmup=1), uc.spam()), Net()
@@ -396,11 +500,19 @@ def test_gradients_that_are_absent_in_some_steps() -> None:
     optimizer.build(made.trainable_variables)
     state, wanted = rule.init(weights()), weights()
     for absent, size in ((None, 1.0), ("b", 4.0), ("table", 0.5), (None, 9.0)):
-        grads = {name: None if name == absent else size * array for name, array in weights().items()}
+        grads = {
+            name: None if name == absent else size * array for name, array in weights().items()
+        }
         update, state, _ = rule.update(grads, state, wanted)
-        wanted = {name: w if update[name] is None else w - update[name] for name, w in wanted.items()}
+        wanted = {
+            name: w if update[name] is None else w - update[name] for name, w in wanted.items()
+        }
         optimizer.apply([grads[variable.name] for variable in made.trainable_variables])
-        same(values(made.trainable_variables), [wanted[v.name] for v in made.trainable_variables], rtol=2e-6)
+        same(
+            values(made.trainable_variables),
+            [wanted[v.name] for v in made.trainable_variables],
+            rtol=2e-6,
+        )
 
 
 WINDOWS: dict[int, tuple[dict[str, Any], list[int]]] = {3: ({}, [3, 6, 8])}
@@ -411,7 +523,10 @@ if BACKEND == "tensorflow":
 
 @pytest.mark.parametrize("every", WINDOWS)
 def test_a_record_of_windows(every: int, tmp_path: Path) -> None:
-    """It has a row for each window, and what was logged of its steps, skipped ones too; logs are those of the epoch."""
+    """It has a row for each window, and what was logged of its steps, skipped ones too.
+
+    Logs are those of the epoch.
+    """
     rule = uc.chain(uc.by_global_norm(3.0, nonfinite="skip"), uc.autoclip(50, window=4))
     way, ends = WINDOWS[every]
     with insight.Recorder(tmp_path / "run.jsonl", every=5) as record:
@@ -443,7 +558,9 @@ def most(steps: list[dict[str, float]]) -> float:
 @on_tensorflow
 @pytest.mark.parametrize("sparse", [False, True])
 def test_replicas(sparse: bool) -> None:
-    """Two replicas clip the sum of their gradients, once: weights and moments are those by hand, in both."""
+    """Two replicas clip the sum of their gradients, once:
+    weights and moments are those by hand, in both.
+    """
     rule = uc.chain(uc.by_global_norm(0.9), uc.adagc(warmup=2))
     with mirrored().scope():
         made = compiled(ClippedOptimizer(sgd(), rule))
@@ -455,7 +572,9 @@ def test_replicas(sparse: bool) -> None:
 
 
 @on_tensorflow
-@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {}], ids=["accumulated", "skipped"])
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {}], ids=["accumulated", "skipped"]
+)
 def test_what_replicas_refuse(options: dict[str, Any]) -> None:
     """They can neither add gradients up nor leave a step out together."""
     rule = uc.by_global_norm(0.9) if options else uc.by_global_norm(0.9, nonfinite="skip")
@@ -469,15 +588,23 @@ class Stepping:
     """Keras' own training function, a batch at a time."""
 
     recorded = "keras"
-    takes = frozenset({"scalars", "save", "memory", "micro"} | ({"bits"} if BACKEND != "jax" else set()))
+    takes = frozenset(
+        {"scalars", "save", "memory", "micro"} | ({"bits"} if BACKEND != "jax" else set())
+    )
     """In JAX the whole step is one program, in which XLA rounds otherwise."""
     optimizer = "momentum"
     left_out = frozenset[str]()
-    own_clipping: ClassVar[dict[str, Any]] = {"clipnorm": 0.5, "global_clipnorm": 0.5, "clipvalue": 0.5}
+    own_clipping: ClassVar[dict[str, Any]] = {
+        "clipnorm": 0.5,
+        "global_clipnorm": 0.5,
+        "clipvalue": 0.5,
+    }
     options: ClassVar[dict[str, Any]] = {}
     kind: type[SGD] = SGD
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Compile the model."""
         inner = self.kind(RATE, momentum=MOMENTUM, **options)
         self.micro = micro
@@ -492,7 +619,10 @@ class Stepping:
 
     def weights(self) -> Arrays:
         """Return the weights."""
-        return {variable.name: one for variable, one in zip(self.net.weights, values(self.net.weights), strict=True)}
+        return {
+            variable.name: one
+            for variable, one in zip(self.net.weights, values(self.net.weights), strict=True)
+        }
 
     def inner(self) -> list[np.ndarray]:
         """Return the variables of the optimizer inside."""
@@ -518,7 +648,9 @@ class Stepping:
     def recall(self, saved: dict[str, Any]) -> None:
         """Give a memory to the optimizer, which needs variables for it."""
         self.net.optimizer.build(self.net.trainable_variables)
-        self.net.optimizer.load_rule_state_dict(renamed(saved, lambda name: name.replace("['", "['net/")))
+        self.net.optimizer.load_rule_state_dict(
+            renamed(saved, lambda name: name.replace("['", "['net/"))
+        )
 
 
 class Eager(Stepping):
@@ -532,7 +664,9 @@ class Unchanged(SGD):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Look whether one is there."""
-        assert any(isinstance(grad, tf.IndexedSlices) for grad in grads), "a sparse gradient has become another one"
+        assert any(isinstance(grad, tf.IndexedSlices) for grad in grads), (
+            "a sparse gradient has become another one"
+        )
         super().apply(grads, trainable_variables)
 
 
@@ -573,9 +707,13 @@ def test_contract(check: Any, tmp_path: Path) -> None:
 
 
 @on_tensorflow
-@pytest.mark.parametrize(("make", "check"), variants({Eager: None, Sparse: ("by_value", "skip"), Scaled: ()}))
+@pytest.mark.parametrize(
+    ("make", "check"), variants({Eager: None, Sparse: ("by_value", "skip"), Scaled: ()})
+)
 def test_eagerly(make: Any, check: Any, tmp_path: Path) -> None:
-    """So do eager ones, with sparse gradients, which are clipped as what they stand for, and with a loss scale."""
+    """So do eager ones, with sparse gradients, which are clipped as what they stand for,
+    and with a loss scale.
+    """
     check(make, uc, tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""The callback for Lightning's Trainer: what is Lightning's own, beside the contract of all adapters."""
+"""The callback for Lightning's Trainer: what is Lightning's own,
+beside the contract of all adapters.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,23 @@ from uniclip.integrations.torch import attach
 
 pytestmark = [
     # Lightning's own code asks torch.utils._pytree for a class that is to go.
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"
+    ),
     # On one small machine its advice about data loaders, logging and checkpoints does not apply.
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+    pytest.mark.filterwarnings(
+        "ignore:The number of training batches .* is smaller than the logging interval"
+    ),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
 ]
 BATCHES = [batch for batch in batches() if np.isfinite(batch.targets).all()]
 
 
 class Module(LightningModule):
-    """The small model under automatic optimization, which looks at the gradients before each step."""
+    """The small model under automatic optimization,
+    which looks at the gradients before each step.
+    """
 
     def __init__(self, make: Callable[[Any], Any] = sgd) -> None:
         super().__init__()
@@ -72,10 +80,14 @@ class Logged(DummyLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Keep it."""
-        self.rows.append({name: value for name, value in metrics.items() if name.startswith("clip/")})
+        self.rows.append(
+            {name: value for name, value in metrics.items() if name.startswith("clip/")}
+        )
 
 
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+QUIET = dict.fromkeys(
+    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+)
 
 
 def trainer(*callbacks: Any, **options: Any) -> Any:
@@ -89,7 +101,9 @@ def loader(of: list[Batch]) -> Any:
     return torch.utils.data.DataLoader([tensors(batch) for batch in of], batch_size=None)
 
 
-def fit(module: Any, of: list[Batch], *callbacks: Any, ckpt_path: Any = None, **options: Any) -> Any:
+def fit(
+    module: Any, of: list[Batch], *callbacks: Any, ckpt_path: Any = None, **options: Any
+) -> Any:
     """Train on the batches in each epoch, and return the trainer."""
     made = trainer(*callbacks, **options)
     made.fit(module, loader(of), ckpt_path=ckpt_path)
@@ -104,13 +118,20 @@ class Fitting(Looping):
     takes = frozenset({"loss", "scalars", "record", "save", "memory", "micro", "bits"})
     plugins: Any = None
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Make the trainer, which begins with the first batch or a checkpoint."""
         self.micro, self.module, self.logger = micro, Module(), Logged()
         self.net = self.module.net
         self.callback = None if rule is None else ClipGradients(rule, record=record)
         callbacks = [] if self.callback is None else [self.callback]
-        options = {"logger": self.logger, "accumulate_grad_batches": micro, "plugins": self.plugins, **options}
+        options = {
+            "logger": self.logger,
+            "accumulate_grad_batches": micro,
+            "plugins": self.plugins,
+            **options,
+        }
         self.trainer = trainer(*callbacks, **options)
 
     def train(self, fed: Fed, start: Any) -> None:
@@ -153,7 +174,9 @@ class Scaled(Fitting):
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
         """Make the plugin, too."""
-        self.plugins = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+        self.plugins = MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0)
+        )
         super().start(uc, rule, **options)
         self.begin()
 
@@ -172,23 +195,41 @@ def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
 
 
 def test_logs_of_an_epoch() -> None:
-    """At the end of an epoch loggers get the means over its steps, and the largest norm, of this epoch alone."""
+    """At the end of an epoch loggers get the means over its steps, and the largest norm,
+    of this epoch alone.
+    """
     rule, logger = uc.zclip(z=1.0, warmup=2), Logged()
-    fit(Module(), BATCHES[:6], ClipGradients(rule), max_epochs=2, logger=logger, accumulate_grad_batches=2)
-    joined = [Batch(*map(np.concatenate, zip(*BATCHES[start : start + 2], strict=True))) for start in (0, 2, 4)]
+    fit(
+        Module(),
+        BATCHES[:6],
+        ClipGradients(rule),
+        max_epochs=2,
+        logger=logger,
+        accumulate_grad_batches=2,
+    )
+    joined = [
+        Batch(*map(np.concatenate, zip(*BATCHES[start : start + 2], strict=True)))
+        for start in (0, 2, 4)
+    ]
     _, steps = by_hand(rule, joined * 2)
     ends = [row for row in logger.rows if "clip/share" in row]
     for found, epoch in zip(ends, (steps[:3], steps[3:]), strict=True):
         assert found["clip/share"] == pytest.approx(np.mean([step["clip/share"] for step in epoch]))
-        assert found["clip/norm_max"] == pytest.approx(max(step["clip/norm"] for step in epoch), rel=1e-4)
+        assert found["clip/norm_max"] == pytest.approx(
+            max(step["clip/norm"] for step in epoch), rel=1e-4
+        )
     assert {row["clip/share"] for row in ends} != {0.0}
 
 
 class Manual(Module):
-    """Two optimizers, for the bias and the rest, of which the second steps at every other batch, with losses."""
+    """Two optimizers, for the bias and the rest,
+    of which the second steps at every other batch, with losses.
+    """
 
     def __init__(self, clipping: ClipGradients | None) -> None:
-        super().__init__(lambda net: [torch.optim.Adam([net.b]), torch.optim.Adam([net.table, net.w])])
+        super().__init__(
+            lambda net: [torch.optim.Adam([net.b]), torch.optim.Adam([net.table, net.w])]
+        )
         self.automatic_optimization = False
         self.clipping = clipping
 
@@ -202,7 +243,10 @@ class Manual(Module):
 
 
 def test_manual_optimization() -> None:
-    """Each optimizer has a memory, and a name in the logs; a list gives each a rule or none; losses are handed over."""
+    """Each optimizer has a memory, and a name in the logs.
+
+    A list gives each a rule or none; losses are handed over.
+    """
     rule = uc.autoclip(50, window=4)
     module = Manual(ClipGradients(rule))
     logged = fit(module, BATCHES, module.clipping).callback_metrics
@@ -213,7 +257,9 @@ def test_manual_optimization() -> None:
             clipper([np.asarray([norm])])
         remembers(handle.numbers(), clipper)
         for name in ("norm", "limit", "factor"):
-            assert logged[f"clip/{name}/{number}"] == pytest.approx(clipper.report.scalars()[f"clip/{name}"], rel=1e-5)
+            assert logged[f"clip/{name}/{number}"] == pytest.approx(
+                clipper.report.scalars()[f"clip/{name}"], rel=1e-5
+            )
     assert "clip/norm" not in logged
     module = Manual(ClipGradients([uc.skip_spikes(z=20.0, warmup=4), None]))
     logged = fit(module, BATCHES, module.clipping).callback_metrics
@@ -225,23 +271,36 @@ def test_manual_optimization() -> None:
         fit(Manual(None), BATCHES[:1], ClipGradients(rule, record=insight.Recorder("never.jsonl")))
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the rest saves no checkpoints
+# The rest saves no checkpoints.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_checkpoints(tmp_path: Path) -> None:
-    """A run goes on to the bit from any checkpoint, with its record; a state that is not its own is refused."""
+    """A run goes on to the bit from any checkpoint, with its record.
+
+    A state that is not its own is refused.
+    """
     rule = uc.chain(uc.autoclip(50, window=8), uc.adagc(warmup=2))
 
     def run(checkpoint: str | None, *callbacks: Any, rule: Any = rule, **options: Any) -> Any:
         with insight.Recorder(tmp_path / "run.jsonl", every=4) as record:
             start = checkpoint and tmp_path / checkpoint
             clipping = ClipGradients(rule, record=record)
-            return fit(Module(), BATCHES, clipping, *callbacks, ckpt_path=start, **{"max_epochs": 2, **options})
+            return fit(
+                Module(),
+                BATCHES,
+                clipping,
+                *callbacks,
+                ckpt_path=start,
+                **{"max_epochs": 2, **options},
+            )
 
     saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     whole = run(None, saving, enable_checkpointing=True).lightning_module.net.arrays()
     run(None, max_epochs=1).save_checkpoint(tmp_path / "after.ckpt")
     for checkpoint in ("epoch=0.ckpt", "after.ckpt"):
         near(run(checkpoint).lightning_module.net.arrays(), whole, 0.0)
-        assert insight.read(tmp_path / "run.jsonl").steps.tolist() == list(range(1, 2 * len(BATCHES) + 1))
+        assert insight.read(tmp_path / "run.jsonl").steps.tolist() == list(
+            range(1, 2 * len(BATCHES) + 1)
+        )
     with pytest.raises(ValueError, match="another rule"):
         run("after.ckpt", rule=uc.zclip())
     fit(Module(), BATCHES).save_checkpoint(tmp_path / "without.ckpt")
@@ -250,7 +309,9 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_fit_again() -> None:
-    """One callback serves one fit after the other, after an error too; so do copies and pickles, without the model."""
+    """One callback serves one fit after the other, after an error too; so do copies and pickles,
+    without the model.
+    """
     rule = uc.autoclip(50, window=4)
     callback, module = ClipGradients(rule), Module()
     optimizer = sgd(module.net)
@@ -270,27 +331,38 @@ def test_fit_again() -> None:
 
 def test_parameters_outside_of_the_module() -> None:
     """An optimizer of parameters that the module does not name is clipped by their numbers."""
-    module, callback, outside = Module(), ClipGradients(uc.adagc()), torch.nn.Parameter(torch.zeros(2))
+    module, callback, outside = (
+        Module(),
+        ClipGradients(uc.adagc()),
+        torch.nn.Parameter(torch.zeros(2)),
+    )
     module.make = lambda _: torch.optim.SGD([outside])
     fit(module, BATCHES[:1], callback)
     assert callback.handles[0].numbers()["leaves"] == [["[0][0]"]]
 
 
 def test_refused() -> None:
-    """What is no rule is refused at once; when a fit begins, a second clipping, and a strategy that hides gradients."""
+    """What is no rule is refused at once.
+
+    When a fit begins, a second clipping, and a strategy that hides gradients.
+    """
     for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), [1.0], uc.Rule):
         with pytest.raises(TypeError, match="rule"):
             ClipGradients(wrong)
     with pytest.raises(MisconfigurationException, match="leave gradient_clip_val out"):
         fit(Module(), BATCHES[:1], ClipGradients(uc.by_norm(1.0)), gradient_clip_val=0.5)
-    hiding = SimpleNamespace(gradient_clip_val=None, strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy))
+    hiding = SimpleNamespace(
+        gradient_clip_val=None, strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+    )
     with pytest.raises(MisconfigurationException, match="DeepSpeedStrategy"):
         ClipGradients(uc.by_norm(1.0)).on_fit_start(hiding, None)
 
 
 @pytest.mark.filterwarnings("ignore:.*barebones")  # what it switches off it says
 def test_ways_to_run() -> None:
-    """Under autocast, in a bare run, and in the other package's trainer, a step is clipped: others see it unclipped."""
+    """Under autocast, in a bare run, and in the other package's trainer, a step is clipped:
+    others see it unclipped.
+    """
 
     class Other(pytorch_lightning.LightningModule):
         training_step, configure_optimizers = Module.training_step, Module.configure_optimizers
@@ -307,7 +379,9 @@ def test_ways_to_run() -> None:
         made = kind(accelerator="cpu", callbacks=[callback], max_epochs=1, **options)
         made.fit(module, loader(BATCHES[:1]))
         assert callback.handles[0].report.norms.dtype is torch.float32
-        assert float(uc.global_norm([p.grad for p in module.net.parameters()])) == pytest.approx(0.05)
+        assert float(uc.global_norm([p.grad for p in module.net.parameters()])) == pytest.approx(
+            0.05
+        )
         assert module.norms[0][0] > 0.05
         assert ("clip/norm" in made.callback_metrics) == ("barebones" not in options)
 
@@ -317,7 +391,9 @@ def test_only_sound_checkpoints(tmp_path: Path) -> None:
 
     class InTurn:
         def __iter__(self) -> Iterator[Any]:
-            return iter([tensors(batch) for batch in (batches() if made.current_epoch == 1 else BATCHES)])
+            return iter(
+                [tensors(batch) for batch in (batches() if made.current_epoch == 1 else BATCHES)]
+            )
 
     page = run_story("skip-a-step.md", "sound-lightning")
     keep = page["KeepSound"](tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)

@@ -1,4 +1,6 @@
-"""Rules as gradient transformations of optax, in its wrappers, and in the loops of Flax and Equinox."""
+"""Rules as gradient transformations of optax, in its wrappers,
+and in the loops of Flax and Equinox.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,18 @@ class Optax(Adapter):
     recorded = "optax"
     takes = frozenset({"loss", "scalars", "save", "memory", "micro"})
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Begin with the first weights."""
         self.rule, self.micro = rule, micro
         self.model = {name: jnp.asarray(array) for name, array in weights().items()}
         inner = optax.sgd(RATE, MOMENTUM)
         self.transformation = inner if rule is None else self.clipped(rule, inner)
         if micro > 1:
-            self.transformation = optax.MultiSteps(self.transformation, micro).gradient_transformation()
+            self.transformation = optax.MultiSteps(
+                self.transformation, micro
+            ).gradient_transformation()
         self.begin()
 
     def clipped(self, rule: Any, inner: Any) -> Any:
@@ -77,7 +83,8 @@ class Optax(Adapter):
         """Train on a batch."""
         for part in parts(batch, self.micro):
             self.model, self.state = self.once(self.model, self.state, part)
-        assert self.once._cache_size() == 1  # so a state keeps its dtypes and shapes, as a scan demands
+        # so a state keeps its dtypes and shapes, as a scan demands
+        assert self.once._cache_size() == 1
 
     def weights(self) -> Arrays:
         """Return the weights."""
@@ -97,7 +104,9 @@ class Optax(Adapter):
 
     def load(self, folder: Path) -> None:
         """Read all by Flax."""
-        read = serialization.from_bytes((self.model, self.state), (folder / "all.msgpack").read_bytes())
+        read = serialization.from_bytes(
+            (self.model, self.state), (folder / "all.msgpack").read_bytes()
+        )
         self.model, self.state = jax.tree.map(jnp.asarray, read)
 
     def remembered(self) -> dict[str, Any]:
@@ -110,7 +119,9 @@ class Optax(Adapter):
 
 
 class Chained(Optax):
-    """A rule before an optimizer, which moves by its momentum in a step that is skipped; its memory in JSON."""
+    """A rule before an optimizer, which moves by its momentum in a step that is skipped;
+    its memory in JSON.
+    """
 
     takes = frozenset({"loss", "scalars", "save", "refuse"})
     left_out = frozenset({"skip", "skip_spikes"})
@@ -127,7 +138,9 @@ class Chained(Optax):
     def load(self, folder: Path) -> None:
         """Read both."""
         self.recall(json.loads((folder / "rule.json").read_text()))
-        read = serialization.from_bytes((self.model, self.state[1]), (folder / "rest.msgpack").read_bytes())
+        read = serialization.from_bytes(
+            (self.model, self.state[1]), (folder / "rest.msgpack").read_bytes()
+        )
         self.model, rest = jax.tree.map(jnp.asarray, read)
         self.state = (self.state[0], rest)
 
@@ -190,7 +203,9 @@ class InEquinox(Optax):
         @eqx.filter_jit
         def once(module: Any, state: Any, batch: Batch) -> Any:
             loss, grads = eqx.filter_value_and_grad(loss_of)(module, batch)
-            updates, state = self.transformation.update(grads, state, eqx.filter(module, eqx.is_array), value=loss)
+            updates, state = self.transformation.update(
+                grads, state, eqx.filter(module, eqx.is_array), value=loss
+            )
             return eqx.apply_updates(module, updates), state
 
         self.once = once
@@ -257,7 +272,9 @@ def test_copies_of_the_parameters(name: str) -> None:
     """Only the optimizer inside has any in its state, so sharding specs come out right."""
     optimizer = optax.MultiSteps(to_optax(MAPPED[name], optax.trace(0.9)), 2)
     state = optimizer.init(PARAMS)
-    told = optax.tree_map_params(optimizer, lambda _: "copy", state, transform_non_params=lambda _: "other")
+    told = optax.tree_map_params(
+        optimizer, lambda _: "copy", state, transform_non_params=lambda _: "other"
+    )
     assert jax.tree.structure(told) == jax.tree.structure(state)
     clip = optax.tree.get(told, "ClipState")
     assert set(jax.tree.leaves((clip.memory, clip.clip))) == {"other"}
@@ -271,13 +288,18 @@ def test_limits_that_optax_injects() -> None:
     update, state = jax.jit(scheduled.update), scheduled.init(PARAMS)
     for step in range(3):
         updates, state = update(LARGE, state, PARAMS)
-        np.testing.assert_allclose([scalars(state)["clip/limit"], optax.tree.norm(updates)], 2.0 + step, rtol=1e-6)
+        np.testing.assert_allclose(
+            [scalars(state)["clip/limit"], optax.tree.norm(updates)], 2.0 + step, rtol=1e-6
+        )
     assert update._cache_size() == 1
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_what_is_not_clipped(jitted: bool) -> None:
-    """It has the bits of the optimizer without uniclip; a whole step XLA may round otherwise beside any clip."""
+    """It has the bits of the optimizer without uniclip.
+
+    A whole step XLA may round otherwise beside any clip.
+    """
     inner = optax.sgd(RATE)
     clipped = to_optax(uc.by_global_norm(1e9), inner)
     params, updates = jax.tree.map(jnp.asarray, weights()), []
@@ -296,8 +318,13 @@ def test_parts_of_a_tree() -> None:
     }
     optimizer = optax.partition(parts, {"w": "w", "b": "b", "absent": None})
     updates, state = jax.jit(optimizer.update)(LARGE, optimizer.init(PARAMS))
-    equal(updates, {"w": jnp.full((3, 2), 1 / np.sqrt(6)), "b": jnp.full(3, 2 / np.sqrt(3)), "absent": None})
-    norms = sorted(float(value) for name, value in scalars(state).items() if name.startswith("clip/norm/"))
+    equal(
+        updates,
+        {"w": jnp.full((3, 2), 1 / np.sqrt(6)), "b": jnp.full(3, 2 / np.sqrt(3)), "absent": None},
+    )
+    norms = sorted(
+        float(value) for name, value in scalars(state).items() if name.startswith("clip/norm/")
+    )
     np.testing.assert_allclose(norms, [0, np.sqrt(48), np.sqrt(54)], rtol=1e-6)
 
 
@@ -314,29 +341,49 @@ def test_many_models_at_once() -> None:
     """Under vmap each of several models has norms and a state of its own."""
     optimizer = to_optax(uc.autoclip(50, window=4, nonfinite="skip"), optax.trace(0.9))
     sizes, first = jnp.asarray([1.0, 2.0, jnp.nan]), optimizer.init(PARAMS)
-    update = lambda size: optimizer.update(times(size, LARGE), optimizer.update(times(0.5 * size, LARGE), first)[1])
+    update = lambda size: optimizer.update(
+        times(size, LARGE), optimizer.update(times(0.5 * size, LARGE), first)[1]
+    )
     together, alone = jax.jit(jax.vmap(update))(sizes), jax.jit(update)
     for number, size in enumerate(sizes):
         equal(jax.tree.map(lambda array: array[number], together), alone(size))
 
 
 def test_scalars_of_several_and_of_none() -> None:
-    """Those of several are numbered; a rule without norms has none, and an optimizer without a rule is an error."""
-    two = optax.chain(to_optax(uc.by_global_norm(1.0)), to_optax(uc.by_global_norm(2.0)), optax.sgd(0.1))
+    """Those of several are numbered.
+
+    A rule without norms has none, and an optimizer without a rule is an error.
+    """
+    two = optax.chain(
+        to_optax(uc.by_global_norm(1.0)), to_optax(uc.by_global_norm(2.0)), optax.sgd(0.1)
+    )
     seen = scalars(TrainState.create(apply_fn=None, params=PARAMS, tx=two))
     assert {"clip/norm/0", "clip/norm/1", "clip/limit/0", "clip/limit/1"} <= set(seen)
     inside = optax.chain(to_optax(uc.by_global_norm(3.0), two), to_optax(uc.by_global_norm(4.0)))
     state = inside.update(LARGE, inside.init(PARAMS))[1]
-    assert [float(scalars(state)[f"clip/limit/{number}"]) for number in range(4)] == [3.0, 4.0, 1.0, 2.0]
+    assert [float(scalars(state)[f"clip/limit/{number}"]) for number in range(4)] == [
+        3.0,
+        4.0,
+        1.0,
+        2.0,
+    ]
     assert scalars(to_optax(uc.by_value(-1.0, 1.0)).init(PARAMS)) == {}
     with pytest.raises(ValueError, match=r"to_optax\(rule\)"):
         scalars(optax.adam(0.1).init(PARAMS))
 
 
 def test_a_skipped_step_keeps_the_inner_state() -> None:
-    """The updates are zeros, and the next ones those without it: of counts, schedules, random keys and the loss."""
-    schedule, noise = optax.scale_by_schedule(lambda n: -n), optax.add_noise(0.1, 0.5, key=jax.random.key(0))
-    optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="skip"), optax.chain(noise, optax.polyak_sgd(1.0), schedule))
+    """The updates are zeros, and the next ones those without it: of counts, schedules,
+    random keys and the loss.
+    """
+    schedule, noise = (
+        optax.scale_by_schedule(lambda n: -n),
+        optax.add_noise(0.1, 0.5, key=jax.random.key(0)),
+    )
+    optimizer = to_optax(
+        uc.by_global_norm(1.0, nonfinite="skip"),
+        optax.chain(noise, optax.polyak_sgd(1.0), schedule),
+    )
     update = jax.jit(lambda grads, state: optimizer.update(grads, state, PARAMS, value=1.0))
     _, before = update(LARGE, optimizer.init(PARAMS))
     updates, after = update(times(jnp.nan, LARGE), before)
@@ -350,7 +397,9 @@ def test_a_skipped_step_keeps_the_inner_state() -> None:
 @pytest.mark.parametrize("grads", [{}, {"w": None}], ids=["no leaves", "no gradient"])
 def test_a_tree_without_gradients(grads: Any) -> None:
     """A part that is empty, as masks and partitions may leave, changes nothing and is no error."""
-    optimizer = to_optax(uc.chain(uc.by_value(-1.0, 1.0), uc.autoclip(), uc.skip_spikes()), optax.adam(0.1))
+    optimizer = to_optax(
+        uc.chain(uc.by_value(-1.0, 1.0), uc.autoclip(), uc.skip_spikes()), optax.adam(0.1)
+    )
     state = optimizer.init(grads)
     updates, after = jax.jit(optimizer.update)(grads, state, grads)
     assert updates == grads
@@ -359,7 +408,9 @@ def test_a_tree_without_gradients(grads: Any) -> None:
 
 REMEMBERING: dict[str, Any] = {
     "leaves": uc.chain(uc.adagc(warmup=1), uc.spam()),
-    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[0] == "w")),
+    "groups": uc.Rule(
+        uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[0] == "w")
+    ),
 }
 
 
@@ -386,7 +437,9 @@ def injected(rule: Any) -> Any:
 
 def in_parts(rule: Any) -> Any:
     """Return an optimizer with a rule for one of two parts."""
-    return optax.partition({"clipped": to_optax(rule), "unused": optax.adam(0.1)}, {"b": "clipped", "w": "clipped"})
+    return optax.partition(
+        {"clipped": to_optax(rule), "unused": optax.adam(0.1)}, {"b": "clipped", "w": "clipped"}
+    )
 
 
 WRAPPED: dict[str, Any] = {
@@ -401,7 +454,9 @@ WRAPPED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_states_inside_of_wrappers(name: str) -> None:
-    """Scalars and memory are found wherever optax puts them, and a memory put back leaves the rest as it was."""
+    """Scalars and memory are found wherever optax puts them,
+    and a memory put back leaves the rest as it was.
+    """
     rule, params = uc.norm_growth(), {"b": PARAMS["b"], "w": PARAMS["w"]}
     optimizer = WRAPPED[name](rule)
     first = optimizer.init(params)
@@ -415,7 +470,9 @@ def test_states_inside_of_wrappers(name: str) -> None:
 
 
 def test_memory_of_other_leaves() -> None:
-    """What `to_dict` returned is put in order by the names of leaves, and refused for other leaves or another rule."""
+    """What `to_dict` returned is put in order by the names of leaves,
+    and refused for other leaves or another rule.
+    """
     rule, optimizer = uc.adagc(), to_optax(uc.adagc())
     state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)[1]
     saved = to_dict(rule, state, PARAMS)
@@ -423,8 +480,12 @@ def test_memory_of_other_leaves() -> None:
     other = {names[name]: leaf for name, leaf in PARAMS.items()}
     with pytest.raises(ValueError, match=r"grads\['y'\]"):
         from_dict(rule, saved, optimizer.init(other), other)
-    moved = from_dict(rule, renamed(saved, {"['b']": "['z']", "['w']": "['y']"}), optimizer.init(other), other)
-    np.testing.assert_array_equal(moved.memory.averages, state.memory.averages[jnp.asarray([0, 2, 1])])
+    moved = from_dict(
+        rule, renamed(saved, {"['b']": "['z']", "['w']": "['y']"}), optimizer.init(other), other
+    )
+    np.testing.assert_array_equal(
+        moved.memory.averages, state.memory.averages[jnp.asarray([0, 2, 1])]
+    )
     with pytest.raises(ValueError, match="another rule"):
         from_dict(uc.autoclip(), saved, to_optax(uc.autoclip()).init(PARAMS), PARAMS)
     with pytest.raises(TypeError, match="this rule"):
@@ -437,7 +498,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "swapped": (lambda: to_optax(optax.adam(0.1), uc.by_norm(1.0)), TypeError, "to_optax"),
     "not called": (lambda: to_optax(uc.by_norm), TypeError, "call it"),
     "a rate": (lambda: to_optax(uc.by_norm(1.0), 0.1), TypeError, "optax.adam"),
-    "an optimizer not called": (lambda: to_optax(uc.by_norm(1.0), optax.adam), TypeError, "optax.adam"),
+    "an optimizer not called": (
+        lambda: to_optax(uc.by_norm(1.0), optax.adam),
+        TypeError,
+        "optax.adam",
+    ),
 }
 
 
@@ -450,11 +515,15 @@ def test_wrong_arguments(name: str) -> None:
 
 
 def test_wrong_steps() -> None:
-    """Missing parameters, another state and values that nobody can read in a trace are refused, and named."""
+    """Missing parameters, another state and values that nobody can read in a trace are refused,
+    and named.
+    """
     relative = optax.chain(to_optax(uc.agc()), optax.sgd(0.1))
     with pytest.raises(ValueError, match="params="):
         jax.jit(relative.update)(LARGE, relative.init(PARAMS))
-    raising, skipping = (to_optax(uc.by_global_norm(1.0, nonfinite=policy)) for policy in ("raise", "skip"))
+    raising, skipping = (
+        to_optax(uc.by_global_norm(1.0, nonfinite=policy)) for policy in ("raise", "skip")
+    )
     for other in (raising.init(PARAMS), to_optax(uc.zclip()).init(PARAMS), relative.init(PARAMS)):
         with pytest.raises(TypeError, match=r"state must be .*init"):
             skipping.update(LARGE, other)

@@ -26,7 +26,9 @@ class InSession(Adapter):
     takes = frozenset({"loss", "scalars", "save", "memory", "bits"})
     resource = True
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Build the graph."""
         self.plain = self.make()
         self.clipped = None if rule is None else ClippedOptimizer(self.plain, rule)
@@ -67,7 +69,9 @@ class InSession(Adapter):
 
     def step(self, batch: Batch) -> None:
         """Run the train op."""
-        _, self.seen = self.session.run([self.train, self.fetches], dict(zip(self.fed, batch, strict=True)))
+        _, self.seen = self.session.run(
+            [self.train, self.fetches], dict(zip(self.fed, batch, strict=True))
+        )
 
     def weights(self) -> Arrays:
         """Return the weights."""
@@ -176,7 +180,9 @@ class Eager(InSession):
     def train(self, ids: Any, targets: Any) -> dict[str, Any]:
         """Take a step."""
         optimizer = self.clipped or self.plain
-        optimizer.minimize(lambda: self.loss(Batch(ids, targets)), self.count, list(self.model.values()))
+        optimizer.minimize(
+            lambda: self.loss(Batch(ids, targets)), self.count, list(self.model.values())
+        )
         return self.shown()
 
     def step(self, batch: Batch) -> None:
@@ -189,9 +195,14 @@ class Eager(InSession):
 
     def inner(self) -> list[np.ndarray]:
         """Return the slots, which are zeros before they are made, and the count of steps."""
-        made = {name: self.plain.get_slot(variable, "momentum") for name, variable in self.model.items()}
+        made = {
+            name: self.plain.get_slot(variable, "momentum") for name, variable in self.model.items()
+        }
         zeros = {name: np.zeros_like(array) for name, array in weights().items()}
-        return [self.count.numpy(), *(zeros[name] if slot is None else slot.numpy() for name, slot in made.items())]
+        return [
+            self.count.numpy(),
+            *(zeros[name] if slot is None else slot.numpy() for name, slot in made.items()),
+        ]
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of objects."""
@@ -213,7 +224,16 @@ class InFunction(Eager):
 
 
 VARIANTS: dict[type[InSession], tuple[str, ...] | None] = {
-    InSession: ("by_global_norm", "agc", "autoclip", "adagc", "skip", "zero", "skip_spikes", "chain"),
+    InSession: (
+        "by_global_norm",
+        "agc",
+        "autoclip",
+        "adagc",
+        "skip",
+        "zero",
+        "skip_spikes",
+        "chain",
+    ),
     Sparse: ("by_norm", "adagc", "skip"),
     Scaled: ("by_norm",),
     OldVariables: ("by_global_norm", "adagc"),
@@ -243,13 +263,20 @@ class Spy(tf1.train.GradientDescentOptimizer):
 
 
 def test_what_the_inner_optimizer_gets() -> None:
-    """Sparse gradients stay sparse, absent ones keep their place; step, name and collection are those of TensorFlow."""
+    """Sparse gradients stay sparse, absent ones keep their place.
+
+    Step, name and collection are those of TensorFlow.
+    """
     with tf.Graph().as_default() as graph:
         shapes = {"kernel": (4, 3), "table": (6, 4), "unused": (2,)}
-        kernel, table, _ = variables = [tf1.get_variable(name, shape) for name, shape in shapes.items()]
+        kernel, table, _ = variables = [
+            tf1.get_variable(name, shape) for name, shape in shapes.items()
+        ]
         loss = tf.reduce_sum((tf.nn.embedding_lookup(table, [1, 4, 1]) @ kernel) ** 2)
         count, spy = tf1.train.create_global_step(), Spy(0.1)
-        train = ClippedOptimizer(spy, uc.by_global_norm(0.1)).minimize(loss, count, variables, name="training")
+        train = ClippedOptimizer(spy, uc.by_global_norm(0.1)).minimize(
+            loss, count, variables, name="training"
+        )
         assert [type(g) for g, _ in spy.given[1:]] == [tf.IndexedSlices, type(None)]
         assert [v for _, v in spy.given] == variables
         assert spy.rest == ((count, "training"), {})
@@ -261,7 +288,8 @@ def test_clipped_once() -> None:
     """``compute_gradients`` does not clip; what is changed and applied is clipped once."""
     with tf.Graph().as_default(), tf1.Session() as session:
         w = tf1.get_variable("w", initializer=[0.0, 0.0])
-        optimizer = ClippedOptimizer(descent(), uc.Rule(1.0, curve=uc.curves.soft))  # with which once and twice differ
+        # with which once and twice differ
+        optimizer = ClippedOptimizer(descent(), uc.Rule(1.0, curve=uc.curves.soft))
         pairs = optimizer.compute_gradients(tf.reduce_sum(w * [1.5, 2.0]), [w])
         train = optimizer.apply_gradients([(2 * grad, variable) for grad, variable in pairs])
         session.run(tf1.global_variables_initializer())
@@ -278,11 +306,20 @@ def test_the_function_of_old() -> None:
 
 
 def test_names_of_variables() -> None:
-    """They are those of the optimizer inside, and one for each array of the rule's state; slots are handed on."""
+    """They are those of the optimizer inside, and one for each array of the rule's state;
+    slots are handed on.
+    """
     plain, clipped, remembering = (InSession() for _ in range(3))
-    for model, rule in ((plain, None), (clipped, uc.by_global_norm(0.5)), (remembering, uc.adagc())):
+    for model, rule in (
+        (plain, None),
+        (clipped, uc.by_global_norm(0.5)),
+        (remembering, uc.adagc()),
+    ):
         model.start(uc, rule)
-    names = [{v.op.name for v in model.graph.get_collection("variables")} for model in (plain, clipped, remembering)]
+    names = [
+        {v.op.name for v in model.graph.get_collection("variables")}
+        for model in (plain, clipped, remembering)
+    ]
     assert names[0] == names[1]
     assert names[2] - names[0] == {"Momentum/clip/averages", "Momentum/clip/count"}
     optimizer, w = clipped.clipped, clipped.model["w"]
@@ -290,7 +327,10 @@ def test_names_of_variables() -> None:
     assert optimizer.get_slot_names() == ["momentum"]
     assert optimizer.get_name() == "Momentum"
     with remembering.graph.as_default():
-        assert {v.op.name for v in remembering.clipped.variables()} == names[2] - {*weights(), "global_step"}
+        assert {v.op.name for v in remembering.clipped.variables()} == names[2] - {
+            *weights(),
+            "global_step",
+        }
 
 
 @pytest.mark.parametrize("make", [InSession, Eager])
@@ -309,14 +349,21 @@ def test_a_checkpoint_from_before(make: Any, tmp_path: Path) -> None:
 
 
 def estimated(folder: Path, steps: int) -> list[Any]:
-    """Train up to a step as an Estimator did, in a session that goes on from what is in the folder."""
+    """Train up to a step as an Estimator did, in a session that goes on from what is in
+    the folder.
+    """
     seen = []
     with tf.Graph().as_default():
         count, w = tf1.train.create_global_step(), tf1.get_variable("w", initializer=[5.0, -3.0])
-        optimizer = ClippedOptimizer(tf1.train.MomentumOptimizer(0.1, 0.9), uc.autoclip(50, window=4))
+        optimizer = ClippedOptimizer(
+            tf1.train.MomentumOptimizer(0.1, 0.9), uc.autoclip(50, window=4)
+        )
         train = optimizer.minimize(tf.reduce_sum(w**2), count)
         logged = optimizer.scalars()
-        hooks = [tf1.train.StopAtStepHook(last_step=steps), tf1.train.LoggingTensorHook(logged, every_n_iter=1)]
+        hooks = [
+            tf1.train.StopAtStepHook(last_step=steps),
+            tf1.train.LoggingTensorHook(logged, every_n_iter=1),
+        ]
         with tf1.train.MonitoredTrainingSession(checkpoint_dir=str(folder), hooks=hooks) as session:
             while not session.should_stop():
                 seen.append(session.run([logged, train])[0])
@@ -334,20 +381,27 @@ def test_variables_of_one_name() -> None:
     """They are told apart, and each dtype is kept."""
     u, v = tf.Variable([0.0], dtype=tf.float64), tf.Variable([0.0], dtype=tf.float16)
     optimizer = ClippedOptimizer(descent(), uc.adagc(warmup=0))
-    optimizer.apply_gradients([(tf.constant([6.0], tf.float64), u), (tf.constant([8.0], tf.float16), v)])
+    optimizer.apply_gradients(
+        [(tf.constant([6.0], tf.float64), u), (tf.constant([8.0], tf.float16), v)]
+    )
     assert sorted(float(norm) for norm in optimizer.report.norms.values()) == [6, 8]
     assert (u.numpy().tolist(), v.numpy().tolist()) == ([-6], [-8])
 
 
 REMEMBERING: dict[str, Any] = {
     "leaves": uc.chain(uc.adagc(warmup=1), uc.spam()),
-    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[0] == "w")),
+    "groups": uc.Rule(
+        uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[0] == "w")
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_gradients_that_are_absent_in_some_steps(name: str) -> None:
-    """They leave variables and their memory as they were, as in ``rule.update``; a step may have fewer variables."""
+    """They leave variables and their memory as they were, as in ``rule.update``.
+
+    A step may have fewer variables.
+    """
     rule, wanted = REMEMBERING[name], weights()
     state = rule.init(wanted)
     model = {key: tf.Variable(array, name=key) for key, array in wanted.items()}
@@ -356,7 +410,9 @@ def test_gradients_that_are_absent_in_some_steps(name: str) -> None:
         grads = {key: None if key == absent else size * array for key, array in weights().items()}
         update, state, _ = rule.update(grads, state, wanted)
         wanted = {key: w if update[key] is None else w - update[key] for key, w in wanted.items()}
-        pairs = [(grads[key], variable) for key, variable in model.items() if key != "b" or absent != "b"]
+        pairs = [
+            (grads[key], variable) for key, variable in model.items() if key != "b" or absent != "b"
+        ]
         optimizer.apply_gradients(pairs)
         for key, variable in model.items():
             np.testing.assert_allclose(variable.numpy(), wanted[key], rtol=2e-6, err_msg=key)
@@ -391,7 +447,10 @@ def test_the_memory_of_others(what: str) -> None:
 
 def stepped(*steps: str) -> None:
     """Take steps with the variables of these names."""
-    optimizer, made = ClippedOptimizer(descent(), uc.adagc()), {name: tf.Variable([1.0], name=name) for name in "vw"}
+    optimizer, made = (
+        ClippedOptimizer(descent(), uc.adagc()),
+        {name: tf.Variable([1.0], name=name) for name in "vw"},
+    )
     for names in steps:
         optimizer.apply_gradients([(tf.constant([1.0]), made[name]) for name in names])
 
@@ -406,22 +465,38 @@ def in_no_session() -> Any:
 
 def scaled_inside() -> Any:
     """Clip gradients that are multiplied."""
-    return ClippedOptimizer(tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(descent(), 8.0), uc.by_norm(1.0))
+    return ClippedOptimizer(
+        tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(descent(), 8.0), uc.by_norm(1.0)
+    )
 
 
 def in_replicas() -> Any:
     """Step under a strategy."""
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
-        return ClippedOptimizer(descent(), uc.by_norm(1.0)).apply_gradients([(tf.constant([1.0]), tf.Variable([1.0]))])
+        return ClippedOptimizer(descent(), uc.by_norm(1.0)).apply_gradients(
+            [(tf.constant([1.0]), tf.Variable([1.0]))]
+        )
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "keras": (lambda: ClippedOptimizer(tf.keras.optimizers.SGD(), uc.by_norm(1.0)), TypeError, "integrations.keras"),
-    "twice": (lambda: clip_gradients_by_norm(clip_gradients_by_norm(descent(), 1.0), 1.0), ValueError, "uc.chain"),
+    "keras": (
+        lambda: ClippedOptimizer(tf.keras.optimizers.SGD(), uc.by_norm(1.0)),
+        TypeError,
+        "integrations.keras",
+    ),
+    "twice": (
+        lambda: clip_gradients_by_norm(clip_gradients_by_norm(descent(), 1.0), 1.0),
+        ValueError,
+        "uc.chain",
+    ),
     "a loss scale inside": (scaled_inside, ValueError, "MixedPrecisionLossScaleOptimizer"),
     "replicas": (in_replicas, ValueError, "MirroredStrategy"),
     "no session": (in_no_session, ValueError, "session="),
-    "no variables": (lambda: ClippedOptimizer(descent(), uc.zclip()).load_rule_state_dict({}), ValueError, "after"),
+    "no variables": (
+        lambda: ClippedOptimizer(descent(), uc.zclip()).load_rule_state_dict({}),
+        ValueError,
+        "after",
+    ),
     "a variable twice": (lambda: stepped("vv"), ValueError, "sum"),
     "other variables": (lambda: stepped("v", "vw"), ValueError, "other gradients"),
 }

@@ -47,17 +47,23 @@ class Attached(Adapter):
     make = staticmethod(partial(SGD, lr=RATE, momentum=MOMENTUM))
     handle: Any = None
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Begin with the first weights."""
         self.record, self.micro = record, micro
-        self.model = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights().items()}
+        self.model = {
+            name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights().items()
+        }
         self.inside = self.make(list(self.model.items()), **options)
         if rule is not None:
             self.handle = attach(self.inside, rule, record=record)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch."""
-        rows = functional.embedding(torch.tensor(batch.ids), self.model["table"], sparse=self.sparse)
+        rows = functional.embedding(
+            torch.tensor(batch.ids), self.model["table"], sparse=self.sparse
+        )
         errors = rows @ self.model["w"] + self.model["b"] - torch.tensor(batch.targets)
         return (errors**2).mean()
 
@@ -86,7 +92,12 @@ class Attached(Adapter):
     def inner(self) -> list[np.ndarray]:
         """Return the tensors of the optimizer's state."""
         states = (self.inside.state[p] for p in self.model.values())
-        return [value.numpy().copy() for state in states for value in state.values() if value is not None]
+        return [
+            value.numpy().copy()
+            for state in states
+            for value in state.values()
+            if value is not None
+        ]
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars of the handle."""
@@ -98,7 +109,9 @@ class Attached(Adapter):
 
     def save(self, folder: Path) -> None:
         """Write a file of two states."""
-        torch.save({"model": self.model, "optimizer": self.inside.state_dict()}, folder / "checkpoint.pt")
+        torch.save(
+            {"model": self.model, "optimizer": self.inside.state_dict()}, folder / "checkpoint.pt"
+        )
 
     def load(self, folder: Path) -> None:
         """Read the file, with the default that loads no code."""
@@ -113,7 +126,9 @@ class Attached(Adapter):
 
     def recall(self, saved: dict[str, Any]) -> None:
         """Give a state to the handle."""
-        self.handle.load_state_dict(renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name))
+        self.handle.load_state_dict(
+            renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name)
+        )
 
 
 class Fused(Attached):
@@ -218,9 +233,13 @@ def with_decay(self: Attached, batch: Batch) -> None:
 
 
 BROKEN: dict[str, Any] = {
-    "training-by_global_norm": {"start": lambda self, uc, rule: Attached.start(self, uc, uc.by_global_norm(0.501))},
+    "training-by_global_norm": {
+        "start": lambda self, uc, rule: Attached.start(self, uc, uc.by_global_norm(0.501))
+    },
     "training-skip": {"step": with_decay},
-    "training-skip_spikes": {"backward": lambda self, batch: 0 * Attached.backward(self, batch) + 1},
+    "training-skip_spikes": {
+        "backward": lambda self, batch: 0 * Attached.backward(self, batch) + 1
+    },
     "training-by_norm": {"scalars": lambda self: {**Attached.scalars(self), "clip/norm": 0.3}},
     "micro-autoclip": {"loss": lambda self, batch: 2 * Attached.loss(self, batch)},
     "resumed-adagc": {"save": without_memory},
@@ -286,7 +305,10 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(make: Any) -> None:
-    """Each steps as if clipped by hand, at any rate; ``.grad`` is clipped then, and nothing else stays behind."""
+    """Each steps as if clipped by hand, at any rate.
+
+    ``.grad`` is clipped then, and nothing else stays behind.
+    """
     for rule in (uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")):
         one, other = started(Attached, rule, make), started(Attached, None, make)
         schedulers = [ExponentialLR(side.inside, gamma=0.9) for side in (one, other)]
@@ -305,7 +327,10 @@ def test_optimizers(make: Any) -> None:
 
 
 def test_lbfgs() -> None:
-    """It computes gradients again and again in its step; each time they are clipped before it looks."""
+    """It computes gradients again and again in its step.
+
+    Each time they are clipped before it looks.
+    """
     rule = uc.by_global_norm(0.2, nonfinite="skip")
     make = partial(LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
     one, other = started(Attached, rule, make), started(Attached, None, make)
@@ -316,7 +341,9 @@ def test_lbfgs() -> None:
         return loss
 
     for batch in batches()[:3]:
-        assert one.inside.step(partial(one.backward, batch)) == other.inside.step(partial(by_hand, batch))
+        assert one.inside.step(partial(one.backward, batch)) == other.inside.step(
+            partial(by_hand, batch)
+        )
         np.testing.assert_equal(one.weights(), other.weights())
     one.inside.step(partial(one.backward, batches()[-2]))  # with NaN
     np.testing.assert_equal(one.weights(), other.weights())
@@ -347,7 +374,9 @@ def test_scaled_gradients_in_float16() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_shared_and_absent_gradients(fused: bool) -> None:
-    """A gradient of two parameters counts for each and is scaled once, an absent one stays absent."""
+    """A gradient of two parameters counts for each and is scaled once,
+    an absent one stays absent.
+    """
     a, b, unused = five(), five(), torch.nn.Parameter(torch.zeros(2))
     b.grad = a.grad
     optimizer = SGD([{"params": [a, unused]}, {"params": [b]}], lr=1.0, fused=fused)
@@ -363,7 +392,9 @@ def test_shared_and_absent_gradients(fused: bool) -> None:
 
 @pytest.mark.parametrize("name", [name for name in kinds(uc) if "skip" not in name])
 def test_no_value_is_read(name: str) -> None:
-    """A step reads no value, which would wait for an accelerator: there are none on the meta device."""
+    """A step reads no value, which would wait for an accelerator:
+    there are none on the meta device.
+    """
     params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in ((3, 2), (2,))]
     optimizer = Adam(params)
     handle = attach(optimizer, kinds(uc)[name].rule)
@@ -377,9 +408,15 @@ def test_no_value_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("make", [Adam, AdamW, Adagrad])
 def test_a_fused_step_is_skipped_unread(make: Any) -> None:
-    """On an accelerator the kernel leaves the step out, and the host reads no flag; tensors only seem to be there."""
+    """On an accelerator the kernel leaves the step out, and the host reads no flag.
+
+    Tensors only seem to be there.
+    """
     rule = uc.by_global_norm(1.0, nonfinite="skip")
-    there = {"is_cpu": property(lambda tensor: False), **dict.fromkeys(("__bool__", "item", "tolist"), refuse)}
+    there = {
+        "is_cpu": property(lambda tensor: False),
+        **dict.fromkeys(("__bool__", "item", "tolist"), refuse),
+    }
     one, other = (make([torch.nn.Parameter(torch.ones(2))], lr=0.1, fused=True) for _ in range(2))
     attach(one, rule)
     (p,), (q,) = one.param_groups[0]["params"], other.param_groups[0]["params"]
@@ -406,10 +443,14 @@ class Wrapper(Optimizer):
 
 
 def test_one_rule_for_each_optimizer() -> None:
-    """A second rule is refused, through wrappers, too; after ``remove`` the optimizer is as it was."""
+    """A second rule is refused, through wrappers, too.
+
+    After ``remove`` the optimizer is as it was.
+    """
     w, record = five(), insight.Recorder(lambda row: None)
     optimizer = SGD([w], lr=1.0)
-    handle = attach(Wrapper(Wrapper(optimizer)), uc.autoclip(), record=record)  # which looks for steps before
+    # which looks for steps before
+    handle = attach(Wrapper(Wrapper(optimizer)), uc.autoclip(), record=record)
     for again in (optimizer, Wrapper(optimizer)):
         with pytest.raises(ValueError, match=r"remove\(\)"):
             attach(again, uc.by_global_norm(1.0))
@@ -427,7 +468,9 @@ def test_one_rule_for_each_optimizer() -> None:
 
 
 def test_copies() -> None:
-    """A copy of an optimizer has no rule, a handle has no copies, and neither keeps an optimizer alive."""
+    """A copy of an optimizer has no rule, a handle has no copies,
+    and neither keeps an optimizer alive.
+    """
     optimizer = Adam([five()], fused=True)
     handle = attach(optimizer, uc.by_global_norm(1.0))
     copied = copy.deepcopy(optimizer)
@@ -494,7 +537,9 @@ class Deeper(Nested):
 
 
 def test_a_class_that_inherits_its_step() -> None:
-    """PyTorch puts a wrapper of it into the class, which calls no other step: nothing is put into the optimizer."""
+    """PyTorch puts a wrapper of it into the class, which calls no other step:
+    nothing is put into the optimizer.
+    """
     kind = type("Inherits", (SGD,), {"step": Optimizer.profile_hook_step(unwrap(SGD.step))})
     optimizer = kind([five()], lr=0.1)
     before = set(vars(optimizer))
@@ -506,12 +551,22 @@ def test_a_class_that_inherits_its_step() -> None:
 @pytest.mark.parametrize("first", ["attach", "scheduler"])
 @pytest.mark.filterwarnings("error")
 def test_schedulers(kind: Any, first: str) -> None:
-    """They put a function in the place of ``optimizer.step``, before or after; a step clips once, with its rate."""
+    """They put a function in the place of ``optimizer.step``, before or after.
+
+    A step clips once, with its rate.
+    """
     times = {SGD: 1, Nested: 2, Deeper: 4}[kind]
     w = torch.nn.Parameter(torch.zeros(2))
     optimizer = kind([w], lr=1.0)
-    makes: list[Any] = [lambda: attach(optimizer, uc.autoclip(percentile=50)), lambda: ExponentialLR(optimizer, 0.5)]
-    handle, scheduler = (make() for make in makes) if first == "attach" else reversed([make() for make in makes[::-1]])
+    makes: list[Any] = [
+        lambda: attach(optimizer, uc.autoclip(percentile=50)),
+        lambda: ExponentialLR(optimizer, 0.5),
+    ]
+    handle, scheduler = (
+        (make() for make in makes)
+        if first == "attach"
+        else reversed([make() for make in makes[::-1]])
+    )
     for norm in (1.0, 3.0):
         w.grad = torch.tensor([norm, 0.0])
         optimizer.step()
@@ -525,7 +580,9 @@ def test_schedulers(kind: Any, first: str) -> None:
 
 
 def test_a_step_that_was_kept() -> None:
-    """A wrapper that runs the step of before the rule, of a class that calls another one, is told so."""
+    """A wrapper that runs the step of before the rule,
+    of a class that calls another one, is told so.
+    """
     optimizer = Nested([five()], lr=1.0)
     kept = optimizer.step
     attach(optimizer, uc.by_global_norm(1.0))
@@ -534,7 +591,9 @@ def test_a_step_that_was_kept() -> None:
 
 
 def test_a_step_inside_a_step_that_fails() -> None:
-    """The gradients of a step that is skipped come back, and the next step is clipped; a copy is not."""
+    """The gradients of a step that is skipped come back, and the next step is clipped;
+    a copy is not.
+    """
     w = five()
     optimizer = Deeper([w], lr=1.0)
     handle = attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
@@ -556,7 +615,9 @@ def test_a_step_inside_a_step_that_fails() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
-    """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped: moments are of clipped steps."""
+    """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped:
+    moments are of clipped steps.
+    """
     for rule, grad, wanted in (
         (uc.by_global_norm(1.0), [30.0, 40.0], [0.06, 0.08]),
         (uc.by_global_norm(1.0, nonfinite="skip"), [math.nan, 1.0], None),
@@ -586,7 +647,9 @@ def test_a_closure_of_none_without_a_rate() -> None:
 
 @pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1, momentum=0.9)])
 def test_a_step_that_only_makes_the_state(make: Any) -> None:
-    """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule, nor of a record."""
+    """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule,
+    nor of a record.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model, rows = torch.nn.Linear(2, 1), []
@@ -604,7 +667,9 @@ def test_a_step_that_only_makes_the_state(make: Any) -> None:
 
 
 class TwoSteps(Optimizer):
-    """An optimizer that climbs before it steps, as SAM does, with another one inside under a name of its own."""
+    """An optimizer that climbs before it steps, as SAM does,
+    with another one inside under a name of its own.
+    """
 
     def __init__(self, params: Any, inside: str, held: Callable[[Any], Any]) -> None:
         super().__init__(params, {})
@@ -626,7 +691,9 @@ class TwoSteps(Optimizer):
     ],
 )
 def test_an_optimizer_that_holds_another(inside: str, held: Any, place: str) -> None:
-    """A rule attached to it would never act where it does not step by itself: refused, with the one inside by name."""
+    """A rule attached to it would never act where it does not step by itself: refused,
+    with the one inside by name.
+    """
     optimizer = TwoSteps([five()], inside, held)
     for outer, path in ((optimizer, place), (Wrapper(optimizer), f"optimizer.{place}")):
         with pytest.raises(ValueError, match=rf"attach\({path}, rule\)"):
@@ -641,7 +708,9 @@ def test_the_optimizer_inside_of_another() -> None:
     optimizer = TwoSteps([five()], "base_optimizer", lambda one: one)
     attach(optimizer.base_optimizer, uc.by_global_norm(1.0))
     optimizer.base_optimizer.step()
-    torch.testing.assert_close(optimizer.param_groups[0]["params"][0].detach(), torch.tensor([-0.6, -0.8]))
+    torch.testing.assert_close(
+        optimizer.param_groups[0]["params"][0].detach(), torch.tensor([-0.6, -0.8])
+    )
     outer = Nested([five()], lr=0.5)
     outer.other = SGD([five()])
     attach(outer, uc.by_global_norm(1.0))
@@ -668,12 +737,17 @@ def test_gradients_of_a_wrapper_subclass() -> None:
 
 
 def test_groups_and_names() -> None:
-    """Paths are those of groups and names, also in errors; groups that are added later are clipped with the others."""
+    """Paths are those of groups and names, also in errors.
+
+    Groups that are added later are clipped with the others.
+    """
     a, b = five(), five()
     optimizer = SGD([{"params": [("a", a)]}, {"params": [("b", b)]}])
     attach(optimizer, uc.by_group_norm({(0, "a"): 1.0, (1, "b"): 2.0}, lambda path, leaf: path))
     optimizer.step()
-    torch.testing.assert_close([a.grad, b.grad], [torch.tensor([0.6, 0.8]), torch.tensor([1.2, 1.6])])
+    torch.testing.assert_close(
+        [a.grad, b.grad], [torch.tensor([0.6, 0.8]), torch.tensor([1.2, 1.6])]
+    )
     for pair, place in ([("a", five()), ("b", five())], "'b'"), ([five(), five()], "0"):
         optimizer = SGD(pair[:1])
         handle = attach(optimizer, uc.by_global_norm(1.0, nonfinite="raise"))
@@ -686,9 +760,19 @@ def test_groups_and_names() -> None:
 
 
 def test_a_state_of_other_layers() -> None:
-    """Rows are looked up by name; a state of none of the leaves is refused, and then nothing has changed."""
-    saving, optimizer, fitting, strange = Adam(layers(1)), Adam(layers(1, first=1)), Adam(layers(2)), Adam(layers(0, 7))
-    source, handle, other, last = (attach(one, uc.adagc()) for one in (saving, optimizer, fitting, strange))
+    """Rows are looked up by name.
+
+    A state of none of the leaves is refused, and then nothing has changed.
+    """
+    saving, optimizer, fitting, strange = (
+        Adam(layers(1)),
+        Adam(layers(1, first=1)),
+        Adam(layers(2)),
+        Adam(layers(0, 7)),
+    )
+    source, handle, other, last = (
+        attach(one, uc.adagc()) for one in (saving, optimizer, fitting, strange)
+    )
     saving.step()
     saved, first = saving.state_dict(), (other.numbers(), last.numbers())
     with pytest.raises(ValueError, match=r"0\.weight(.|\n)*7\.weight|7\.weight(.|\n)*0\.weight"):
@@ -699,19 +783,28 @@ def test_a_state_of_other_layers() -> None:
     assert not strange.state
     assert not fitting.state
     fitting.load_state_dict(saved)  # in which another layer is frozen
-    with pytest.warns(UserWarning, match=r"no norms of grads\[0\]\['3\.weight'\], which begin anew"):
+    with pytest.warns(
+        UserWarning, match=r"no norms of grads\[0\]\['3\.weight'\], which begin anew"
+    ):
         optimizer.load_state_dict(saved)
-    rows = dict(zip(handle.numbers()["leaves"][0], handle.numbers()["state"]["averages"], strict=True))
-    kept = dict(zip(source.numbers()["leaves"][0], source.numbers()["state"]["averages"], strict=True))
+    rows = dict(
+        zip(handle.numbers()["leaves"][0], handle.numbers()["state"]["averages"], strict=True)
+    )
+    kept = dict(
+        zip(source.numbers()["leaves"][0], source.numbers()["state"]["averages"], strict=True)
+    )
     assert rows == {**kept, "[0]['3.weight']": -1}
-    saved["uniclip"]["state"]["averages"].fill_(7.0)  # what was saved is a copy, and what was loaded too
+    # What was saved is a copy, and what was loaded too.
+    saved["uniclip"]["state"]["averages"].fill_(7.0)
     assert other.numbers()["state"] == source.numbers()["state"] != first[0]["state"]
     assert 7.0 not in source.numbers()["state"]["averages"]
 
 
 REMEMBERING: dict[str, Any] = {
     "leaves": uc.adagc(warmup=1),
-    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[1] == "1.weight")),
+    "groups": uc.Rule(
+        uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[1] == "1.weight")
+    ),
     "entries": uc.spam(),
     "masked": uc.masked(uc.norm_growth(), lambda path, leaf: path[1] != "0.weight"),
 }
@@ -719,15 +812,21 @@ REMEMBERING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_absent_gradients(name: str) -> None:
-    """In steps without a gradient, as of a layer frozen for a while, a parameter and its memory stay as they were."""
+    """In steps without a gradient, as of a layer frozen for a while,
+    a parameter and its memory stay as they were.
+    """
     rule, named = REMEMBERING[name], [(f"{number}.weight", five()) for number in range(3)]
     optimizer = SGD(named, lr=1.0)
     handle, state = attach(optimizer, rule), rule.init([OrderedDict(named)])
     wanted = OrderedDict((key, torch.zeros(2)) for key, _ in named)
     for absent, size in ((None, 1.0), ("1.weight", 4.0), ("2.weight", 0.5), (None, 9.0)):
-        grads = OrderedDict((key, None if key == absent else torch.tensor([3.0 * size, 4.0])) for key, _ in named)
+        grads = OrderedDict(
+            (key, None if key == absent else torch.tensor([3.0 * size, 4.0])) for key, _ in named
+        )
         (clipped,), state, _ = rule.update([grads], state, [wanted])
-        wanted = OrderedDict((key, p if clipped[key] is None else p - clipped[key]) for key, p in wanted.items())
+        wanted = OrderedDict(
+            (key, p if clipped[key] is None else p - clipped[key]) for key, p in wanted.items()
+        )
         for key, p in named:
             p.grad = None if grads[key] is None else grads[key].clone()
             p.requires_grad_(key != absent)
@@ -745,34 +844,60 @@ def test_absent_gradients(name: str) -> None:
 EACH: dict[str, Any] = {
     "leaves": uc.norm_growth(1.5),
     "entries": uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.each_entry),
-    "units": uc.chain(uc.by_value(-100.0, 100.0), uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.unit(0))),
+    "units": uc.chain(
+        uc.by_value(-100.0, 100.0), uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.unit(0))
+    ),
     "masked": uc.masked(uc.norm_growth(1.5), lambda path, leaf: leaf.ndim == 1),
-    "groups": uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.groups(lambda path, leaf: tuple(leaf.shape))),
+    "groups": uc.Rule(
+        uc.limits.Ema(1.5, 0.5), scope=uc.scopes.groups(lambda path, leaf: tuple(leaf.shape))
+    ),
     "limits": uc.by_group_norm(
-        {2: uc.limits.Ema(1.5, 0.5), 3: uc.limits.ZScore(1.0, 0.5, warmup=2), 4: 2.0, 5: uc.limits.Ema(2.0, 0.9)},
+        {
+            2: uc.limits.Ema(1.5, 0.5),
+            3: uc.limits.ZScore(1.0, 0.5, warmup=2),
+            4: 2.0,
+            5: uc.limits.Ema(2.0, 0.9),
+        },
         lambda path, leaf: leaf.shape[0],
     ),
 }
-"""Rules that remember something for each leaf by itself; each of the leaves below has a shape of its own."""
+"""Rules that remember something for each leaf by itself.
+
+Each of the leaves below has a shape of its own.
+"""
 
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("named", [False, True])
 def test_leaves_that_come_and_go(name: str, named: bool) -> None:
-    """A parameter has its own memory: new ones begin anew, those that come back, in any place, go on from theirs."""
+    """A parameter has its own memory: new ones begin anew, those that come back, in any place,
+    go on from theirs.
+    """
     rule, sizes = EACH[name], {"a": 2, "b": 3, "c": 4, "d": 5}
     params = {key: torch.nn.Parameter(torch.zeros(size)) for key, size in sizes.items()}
     model = torch.nn.ParameterDict(params)
     alone = {key: uc.Clipper(rule) for key in params}
     optimizer = SGD([params["a"], params["b"]], lr=1.0)
     handle = attach(optimizer, rule, names=model if named else None)
-    groups = iter([
-        [["a", "b"]], [["a", "b"]], [["a", "b"], ["c"]], [["b"], ["c"]], [["c", "d"]], [["d"], ["b", "c"]],
-        [["c", "b", "d"], ["a"]], [["a"]],
-    ])  # fmt: skip
+    groups = iter(
+        [
+            [["a", "b"]],
+            [["a", "b"]],
+            [["a", "b"], ["c"]],
+            [["b"], ["c"]],
+            [["c", "d"]],
+            [["d"], ["b", "c"]],
+            [["c", "b", "d"], ["a"]],
+            [["a"]],
+        ]
+    )
     for step, keys in enumerate(groups):
-        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-        optimizer.param_groups[:] = [{**group, "params": [params[key] for key in some]} for some in keys]
+        group = {
+            name: value for name, value in optimizer.param_groups[0].items() if name != "params"
+        }
+        optimizer.param_groups[:] = [
+            {**group, "params": [params[key] for key in some]} for some in keys
+        ]
         for number, key in enumerate(key for some in keys for key in some):
             grad = torch.arange(1.0, sizes[key] + 1) * 2.0 ** (step * (1 + number) % 5)
             params[key].grad, wanted = grad.clone(), grad.clone()
@@ -780,14 +905,22 @@ def test_leaves_that_come_and_go(name: str, named: bool) -> None:
             params[key].wanted = params[key].detach() - wanted
         optimizer.step()
         for key in (key for some in keys for key in some):
-            torch.testing.assert_close(params[key].detach(), params[key].wanted, msg=f"{key} at step {step}")
-    names = {label.rpartition("[")[2].strip("']") for part in handle.numbers()["leaves"] for label in part or ()}
+            torch.testing.assert_close(
+                params[key].detach(), params[key].wanted, msg=f"{key} at step {step}"
+            )
+    names = {
+        label.rpartition("[")[2].strip("']")
+        for part in handle.numbers()["leaves"]
+        for label in part or ()
+    }
     assert names >= {"a", "b", "c", "d"} or not named or name in {"groups", "limits"}
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_leaves_that_are_deleted(kept: bool) -> None:
-    """Whether a parameter that is gone still exists makes no difference: nobody gets its memory but itself."""
+    """Whether a parameter that is gone still exists makes no difference:
+    nobody gets its memory but itself.
+    """
     rule, held = uc.norm_growth(1.5), []
     params = [five() for _ in range(3)]
     optimizer = SGD([{"params": [p]} for p in params], lr=1.0)
@@ -814,12 +947,16 @@ def test_leaves_that_are_deleted(kept: bool) -> None:
 
 
 def test_parameters_that_change_groups() -> None:
-    """The same parameters in the same order, divided in other ways, are of other groups; none at all are none."""
+    """The same parameters in the same order, divided in other ways, are of other groups;
+    none at all are none.
+    """
     a, b = five(), five()
     optimizer = SGD([{"params": [a]}, {"params": [b]}], lr=0.0)
     handle = attach(optimizer, uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]))
     optimizer.step()
-    torch.testing.assert_close([a.grad.norm(), b.grad.norm()], [torch.tensor(1.0), torch.tensor(2.0)])
+    torch.testing.assert_close(
+        [a.grad.norm(), b.grad.norm()], [torch.tensor(1.0), torch.tensor(2.0)]
+    )
     optimizer.param_groups[0]["params"].append(optimizer.param_groups.pop()["params"].pop())
     optimizer.step()
     torch.testing.assert_close(torch.stack([a.grad, b.grad]).norm(), torch.tensor(1.0))
@@ -836,17 +973,25 @@ def test_parameters_that_change_groups() -> None:
 
 
 def test_groups_in_another_order() -> None:
-    """Saved rows are looked up by the names of parameters, whatever their groups; a change is saved at once."""
+    """Saved rows are looked up by the names of parameters, whatever their groups.
+
+    A change is saved at once.
+    """
     params = {key: torch.nn.Parameter(torch.full((2,), float(n))) for n, key in enumerate("abc", 1)}
     for key, p in params.items():
         p.grad = p.detach() * 0 + {"a": 1.0, "b": 2.0, "c": 3.0}[key]
-    saving, loading = (SGD([{"params": [(key, params[key])]} for key in order], lr=0.0) for order in ("abc", "cab"))
+    saving, loading = (
+        SGD([{"params": [(key, params[key])]} for key in order], lr=0.0) for order in ("abc", "cab")
+    )
     source, handle = (attach(one, uc.norm_growth()) for one in (saving, loading))
     saving.step()
     handle.load_state_dict(source.numbers())  # no warning
 
     def rows(numbers: Any) -> dict[str, float]:
-        return {name[3:]: row for name, row in zip(numbers["leaves"][0], numbers["state"]["averages"], strict=True)}
+        return {
+            name[3:]: row
+            for name, row in zip(numbers["leaves"][0], numbers["state"]["averages"], strict=True)
+        }
 
     assert rows(handle.numbers()) == rows(source.numbers())
     saving.param_groups.reverse()
@@ -880,14 +1025,19 @@ def test_where_a_warning_points() -> None:
     handle = attach(loading, uc.adagc())
     saved = saving.state_dict()
     whole = {**loading.state_dict(), "uniclip": saved["uniclip"]}
-    for load in (lambda: handle.load_state_dict(saved["uniclip"]), lambda: loading.load_state_dict(whole)):
+    for load in (
+        lambda: handle.load_state_dict(saved["uniclip"]),
+        lambda: loading.load_state_dict(whole),
+    ):
         with pytest.warns(UserWarning, match="begin anew") as seen:
             load()
         assert [one.filename for one in seen] == [__file__]
 
 
 def test_leaves_that_are_gone_are_saved() -> None:
-    """What is saved has their rows, and gives them back where the leaves come later, with a warning for new ones."""
+    """What is saved has their rows, and gives them back where the leaves come later,
+    with a warning for new ones.
+    """
     rule, (a, b, c) = uc.norm_growth(1.5), [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     saving = SGD([{"params": [("a", a)]}, {"params": [("b", b)]}])
     source = attach(saving, rule)
@@ -909,12 +1059,16 @@ def test_leaves_that_are_gone_are_saved() -> None:
     )
     elsewhere = uc.Clipper(rule)
     elsewhere.init([OrderedDict(a=a.detach())])
-    with pytest.raises(ValueError, match=r"norms of grads\[1\]\['b'\]"):  # where nothing says that it may come back
+    # where nothing says that it may come back
+    with pytest.raises(ValueError, match=r"norms of grads\[1\]\['b'\]"):
         elsewhere.load_state_dict(saved["uniclip"])
 
 
 def test_names_of_a_model() -> None:
-    """An optimizer without names has those of the model in paths, errors and records; parts of it keep numbers."""
+    """An optimizer without names has those of the model in paths, errors and records.
+
+    Parts of it keep numbers.
+    """
     model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
     more, rows = five(), []
     optimizer = SGD([*model.parameters(), more], lr=1.0)
@@ -943,7 +1097,9 @@ def test_names_that_the_optimizer_has() -> None:
     handle = attach(optimizer, uc.adagc(), names=model)
     assert handle.numbers()["leaves"] == [["[0]['mine.weight']", "[0]['mine.bias']"]]
     unnamed = SGD(model.parameters())
-    rule = uc.by_group_norm({"body": 1.0, "head": 0.1}, lambda path, leaf: path[1].partition(".")[0])
+    rule = uc.by_group_norm(
+        {"body": 1.0, "head": 0.1}, lambda path, leaf: path[1].partition(".")[0]
+    )
     assert check_layout(unnamed, rule, names=model).ok
     assert not check_layout(optimizer, rule, names=model).ok
 
@@ -955,14 +1111,26 @@ def in_head(path: Any, leaf: Any) -> bool:
 
 NAMED: dict[str, Any] = {
     "mask": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: not in_head(path, leaf)),
-    "mask in a chain": uc.chain(uc.by_value(-1.0, 1.0), uc.masked(uc.adagc(), lambda path, leaf: "head" in str(path))),
+    "mask in a chain": uc.chain(
+        uc.by_value(-1.0, 1.0), uc.masked(uc.adagc(), lambda path, leaf: "head" in str(path))
+    ),
     "label": uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: "head" in str(path))),
-    "groups": uc.by_group_norm({"head": 1.0, "body": 0.1}, lambda path, leaf: "head" if "head" in path[1] else "body"),
+    "groups": uc.by_group_norm(
+        {"head": 1.0, "body": 0.1}, lambda path, leaf: "head" if "head" in path[1] else "body"
+    ),
     "in": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: "head.bias" not in path),
-    "equal": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] != "body.weight"),
-    "format": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" not in f"{path[1]}"),
-    "in a set": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim < 9 and path[1] not in {"c", "d"}),
-    "and shape": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" in str(path)),
+    "equal": uc.masked(
+        uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] != "body.weight"
+    ),
+    "format": uc.masked(
+        uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" not in f"{path[1]}"
+    ),
+    "in a set": uc.masked(
+        uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim < 9 and path[1] not in {"c", "d"}
+    ),
+    "and shape": uc.masked(
+        uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" in str(path)
+    ),
 }
 
 
@@ -975,11 +1143,16 @@ def two_layers() -> Any:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_masks_of_names_that_are_not_there(name: str) -> None:
-    """Without names a mask or a label takes what it should leave out: refused. With them it goes on as layers come."""
+    """Without names a mask or a label takes what it should leave out: refused.
+
+    With them it goes on as layers come.
+    """
     model = two_layers()
     model.body.weight.requires_grad_(False).grad = None
     unnamed = SGD(model.parameters())
-    with pytest.raises(TypeError, match=r"fails for paths as \(0, 0\), of group and number: .*names=model"):
+    with pytest.raises(
+        TypeError, match=r"fails for paths as \(0, 0\), of group and number: .*names=model"
+    ):
         attach(unnamed, NAMED[name])
     attach(unnamed, NAMED[name], names=model).remove()  # nothing was attached before
     optimizer = SGD(model.head.parameters(), lr=0.1)
@@ -995,19 +1168,31 @@ def test_functions_of_paths_that_fail() -> None:
     """The error shows a path."""
     model = two_layers()
     for where in (lambda path, leaf: path[0].startswith("head"), lambda path: True):
-        with pytest.raises(TypeError, match=r"fails for paths as \(0, 'body.weight'\), of group and name"):
+        with pytest.raises(
+            TypeError, match=r"fails for paths as \(0, 'body.weight'\), of group and name"
+        ):
             attach(SGD(model.parameters()), uc.masked(uc.by_norm(1.0), where), names=model)
 
 
 def test_labels_of_groups() -> None:
     """A label that is a key of the path is one of a single group, too; numbers are numbers."""
-    half = uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in (0, 1))
+    half = uc.masked(
+        uc.by_norm(1.0),
+        lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in (0, 1),
+    )
     attach(SGD([five(), five()]), half)
     table = {(0, 0): "a", (0, 1): "b"}
-    for label in (lambda path, leaf: path[1], lambda path, leaf: str(path), lambda path, leaf: table[path]):
+    for label in (
+        lambda path, leaf: path[1],
+        lambda path, leaf: str(path),
+        lambda path, leaf: table[path],
+    ):
         attach(SGD([five(), five()]), uc.Rule(1.0, scope=uc.scopes.groups(label)))
     attach(SGD([five(), five()]), uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] in {0, 2}))
-    attach(SGD([five(), five()]), uc.by_group_norm({"wide": 1.0}, lambda path, leaf: "wide" if leaf.ndim else "one"))
+    attach(
+        SGD([five(), five()]),
+        uc.by_group_norm({"wide": 1.0}, lambda path, leaf: "wide" if leaf.ndim else "one"),
+    )
     for rule in (
         uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0])),
         uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]),
@@ -1018,7 +1203,10 @@ def test_labels_of_groups() -> None:
 
 
 def test_a_state_dict_in_two_parts() -> None:
-    """The rule's part may come later; a step without it is what a warning is for, also if it is attached late."""
+    """The rule's part may come later.
+
+    A step without it is what a warning is for, also if it is attached late.
+    """
     saving, optimizer, late = (Adam([five()]) for _ in range(3))
     _, handle = (attach(one, uc.autoclip()) for one in (saving, optimizer))
     saving.step()
@@ -1038,7 +1226,9 @@ def test_a_state_dict_in_two_parts() -> None:
 
 
 def test_names_that_come_with_a_file() -> None:
-    """A file of an optimizer that knows names, loaded into one that does not, changes no name of the rule's leaves."""
+    """A file of an optimizer that knows names, loaded into one that does not,
+    changes no name of the rule's leaves.
+    """
     named, optimizer = SGD([("a", five())], momentum=0.5), SGD([five()], momentum=0.5)
     named.step()
     handle = attach(optimizer, uc.adagc(warmup=1))
@@ -1050,7 +1240,9 @@ def test_names_that_come_with_a_file() -> None:
 
 
 def test_a_record_of_leaves(tmp_path: Path) -> None:
-    """It has the norms before clipping by the names of leaves, and is written when the optimizer is saved."""
+    """It has the norms before clipping by the names of leaves,
+    and is written when the optimizer is saved.
+    """
     with insight.Recorder(tmp_path / "run.jsonl", every=100, leaves="all") as record:
         optimizer = SGD([("a", five()), ("none", torch.nn.Parameter(torch.ones(2))), ("c", five())])
         attach(optimizer, uc.by_norm(0.1), record=record)
@@ -1062,7 +1254,9 @@ def test_a_record_of_leaves(tmp_path: Path) -> None:
 
 
 def test_a_closed_record() -> None:
-    """A step that cannot be recorded changes nothing: neither the gradients nor what the rule remembers."""
+    """A step that cannot be recorded changes nothing:
+    neither the gradients nor what the rule remembers.
+    """
     p, record = five(), insight.Recorder(lambda row: None)
     optimizer = SGD([p])
     handle = attach(optimizer, uc.autoclip(50, window=4), record=record)
@@ -1098,9 +1292,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("limit", [1.0, torch.tensor(1.0), torch.tensor([1])], ids=["number", "0-d", "whole"])
+@pytest.mark.parametrize(
+    "limit", [1.0, torch.tensor(1.0), torch.tensor([1])], ids=["number", "0-d", "whole"]
+)
 def test_what_arguments_can_be(limit: Any) -> None:
-    """Parameters in any iterable, one that occurs twice is scaled once; limits as numbers or tensors of one."""
+    """Parameters in any iterable, one that occurs twice is scaled once.
+
+    Limits as numbers or tensors of one.
+    """
     w, frozen = five(), torch.nn.Parameter(torch.ones(3), requires_grad=False)
     for given in (w, (p for p in [w]), torch.nn.ParameterList([w]), [w, frozen]):
         w.grad = torch.tensor([3.0, 4.0])
@@ -1118,7 +1317,10 @@ def test_what_arguments_can_be(limit: Any) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_without_parameters(name: str) -> None:
-    """The norm of nothing is 0; a generator that was read before is a warning where the user's code is."""
+    """The norm of nothing is 0.
+
+    A generator that was read before is a warning where the user's code is.
+    """
     for given in ([], [torch.nn.Parameter(torch.zeros(2))]):
         assert CALLS[name](given) == (torch.tensor(0.0) if name == "clip_grad_norm_" else None)
     assert torch.equal(get_total_norm([]), torch.tensor(0.0))
@@ -1128,12 +1330,15 @@ def test_without_parameters(name: str) -> None:
 
 
 def test_gradients_with_a_graph() -> None:
-    """Those of ``create_graph=True`` are clipped outside of it; in the place of parameters gradients are refused."""
+    """Those of ``create_graph=True`` are clipped outside of it;
+    in the place of parameters gradients are refused.
+    """
     w = torch.nn.Parameter(torch.tensor([1.5, 2.0]))
     (w.grad,) = torch.autograd.grad(w.square().sum(), w, create_graph=True)
     for call in CALLS.values():
         for given in (five().grad, [five().grad], (w.grad,), [w.detach()]):
-            with pytest.raises(TypeError, match=r"uc\.clip_\("):  # PyTorch clips none of them, and returns 0
+            # PyTorch clips none of them, and returns 0.
+            with pytest.raises(TypeError, match=r"uc\.clip_\("):
                 call(given)
     norm = clip_grad_norm_(w, 1.0)
     assert (norm.item(), norm.requires_grad) == (5, False)
@@ -1142,7 +1347,10 @@ def test_gradients_with_a_graph() -> None:
 
 
 def test_gradients_that_are_not_finite() -> None:
-    """Everything becomes NaN, by a norm that is known, too; the error that one may ask for names the gradient."""
+    """Everything becomes NaN, by a norm that is known, too.
+
+    The error that one may ask for names the gradient.
+    """
     for bad in (math.nan, math.inf):
         params = params_of(torch.ones(2), torch.tensor([1.0, bad]), torch.ones(2))
         with pytest.raises(FloatingPointError, match=r"grads\[1\]"):
@@ -1155,7 +1363,9 @@ def test_gradients_that_are_not_finite() -> None:
 
 def test_sparse_gradients() -> None:
     """They stay sparse, and rows that occur twice are summed; PyTorch raises."""
-    rows = torch.sparse_coo_tensor([[0, 2, 2]], [[6.0, 0.0], [0.0, 2.0], [0.0, 6.0]], (4, 2), check_invariants=True)
+    rows = torch.sparse_coo_tensor(
+        [[0, 2, 2]], [[6.0, 0.0], [0.0, 2.0], [0.0, 6.0]], (4, 2), check_invariants=True
+    )
     (w,) = params_of(rows.to_dense())
     w.grad = rows.clone()
     assert clip_grad_norm_([w], 5.0).item() == 10
@@ -1166,20 +1376,46 @@ def test_sparse_gradients() -> None:
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no optimizer": (lambda: attach([], uc.by_norm(1.0)), TypeError, "torch.optim.Optimizer"),
     "model": (lambda: attach(torch.nn.Linear(1, 1), uc.by_norm(1.0)), TypeError, r"attach\("),
-    "rule first": (lambda: attach(uc.by_norm(1.0), SGD([five()])), TypeError, r"attach\(optimizer, rule\)"),
+    "rule first": (
+        lambda: attach(uc.by_norm(1.0), SGD([five()])),
+        TypeError,
+        r"attach\(optimizer, rule\)",
+    ),
     "not called": (lambda: attach(SGD([five()]), uc.by_norm), TypeError, "call it"),
-    "examples": (lambda: attach(SGD([five()]), uc.by_example_norm(1.0)), ValueError, "uc.clip_and_sum"),
-    "layers": (lambda: attach(SGD([five()]), uc.by_example_layer_norm(1.0)), ValueError, "uc.clip_and_sum"),
-    "derivatives": (lambda: attach(SGD([five()], differentiable=True), uc.by_norm(1.0)), ValueError, "uc.clip"),
-    "names": (lambda: attach(SGD([five()]), uc.by_norm(1.0), names=["w"]), TypeError, "named_parameters"),
+    "examples": (
+        lambda: attach(SGD([five()]), uc.by_example_norm(1.0)),
+        ValueError,
+        "uc.clip_and_sum",
+    ),
+    "layers": (
+        lambda: attach(SGD([five()]), uc.by_example_layer_norm(1.0)),
+        ValueError,
+        "uc.clip_and_sum",
+    ),
+    "derivatives": (
+        lambda: attach(SGD([five()], differentiable=True), uc.by_norm(1.0)),
+        ValueError,
+        "uc.clip",
+    ),
+    "names": (
+        lambda: attach(SGD([five()]), uc.by_norm(1.0), names=["w"]),
+        TypeError,
+        "named_parameters",
+    ),
     "equal names": (
         lambda: attach(SGD([five()]), uc.by_norm(1.0), names=[("w", five()), ("w", five())]),
         ValueError,
         "'w'",
     ),
-    "numbers for names": (lambda: attach(SGD([five()]), uc.by_norm(1.0), names=[(1, five())]), TypeError, "pairs"),
+    "numbers for names": (
+        lambda: attach(SGD([five()]), uc.by_norm(1.0), names=[(1, five())]),
+        TypeError,
+        "pairs",
+    ),
     "names of some": (
-        lambda: attach(SGD([w := five(), five()]), uc.by_norm(1.0), lambda array, op: array, names=[("w", w)]),
+        lambda: attach(
+            SGD([w := five(), five()]), uc.by_norm(1.0), lambda array, op: array, names=[("w", w)]
+        ),
         ValueError,
         "names=model",
     ),
@@ -1188,15 +1424,31 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "none of the parameters",
     ),
-    "record": (lambda: attach(SGD([five()]), uc.by_norm(1.0), record="run.jsonl"), TypeError, "record"),
-    "pairs": (lambda: clip_grad_norm_(iter([("w", five())]), 1.0), TypeError, r"model\.parameters\(\)"),
-    "module": (lambda: clip_grad_norm_(torch.nn.Linear(2, 1), 1.0), TypeError, r"model\.parameters\(\)"),
+    "record": (
+        lambda: attach(SGD([five()]), uc.by_norm(1.0), record="run.jsonl"),
+        TypeError,
+        "record",
+    ),
+    "pairs": (
+        lambda: clip_grad_norm_(iter([("w", five())]), 1.0),
+        TypeError,
+        r"model\.parameters\(\)",
+    ),
+    "module": (
+        lambda: clip_grad_norm_(torch.nn.Linear(2, 1), 1.0),
+        TypeError,
+        r"model\.parameters\(\)",
+    ),
     "limit first": (lambda: clip_grad_norm_(1.0, [five()]), TypeError, "parameters"),
     "negative": (lambda: clip_grad_norm_([five()], -1.0), ValueError, "max_norm"),
     "NaN": (lambda: clip_grad_norm_([five()], torch.tensor(math.nan)), ValueError, "max_norm"),
     "negative value": (lambda: clip_grad_value_([five()], -1.0), ValueError, "clip_value"),
     "order below 1": (lambda: clip_grad_norm_([five()], 1.0, 0.5), ValueError, "1"),
-    "flag for an order": (lambda: clip_grad_norm_([five()], 1.0, True), TypeError, "error_if_nonfinite=True"),
+    "flag for an order": (
+        lambda: clip_grad_norm_([five()], 1.0, True),
+        TypeError,
+        "error_if_nonfinite=True",
+    ),
 }
 
 

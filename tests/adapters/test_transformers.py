@@ -1,4 +1,6 @@
-"""The callback for the Trainer of Hugging Face: what is the Trainer's own, beside the contract of all adapters."""
+"""The callback for the Trainer of Hugging Face: what is the Trainer's own,
+beside the contract of all adapters.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,31 @@ from uniclip.integrations.torch import attach
 from uniclip.integrations.transformers import ClipGradients, ClippedTrainer
 
 # The number of steps is given, since the batches come as a stream.
-pytestmark = pytest.mark.filterwarnings("ignore:max_steps is given, it will override any value given in num_train")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:max_steps is given, it will override any value given in num_train"
+)
 BATCHES = [batch for batch in batches() if np.isfinite(batch.targets).all()]
 
 
 class Feeding(Trainer):
     """A Trainer whose loader is given."""
 
-    def __init__(self, folder: Path, loader: Any, *callbacks: Any, make: Any = sgd, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, loader: Any, *callbacks: Any, make: Any = sgd, **options: Any
+    ) -> None:
         self.loader, net = loader, Net()
-        quiet = {"lr_scheduler_type": "constant", "disable_tqdm": True, "report_to": [], "use_cpu": True}
-        quiet |= {"logging_steps": 1, "save_strategy": "no", "max_steps": len(loader), "ignore_data_skip": True}
+        quiet = {
+            "lr_scheduler_type": "constant",
+            "disable_tqdm": True,
+            "report_to": [],
+            "use_cpu": True,
+        }
+        quiet |= {
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "max_steps": len(loader),
+            "ignore_data_skip": True,
+        }
         args = TrainingArguments(str(folder), **{**quiet, **options})
         given = (None if make is None else make(net), None)
         super().__init__(net, args, train_dataset=[0], callbacks=list(callbacks), optimizers=given)
@@ -51,10 +67,14 @@ class Feeding(Trainer):
         return [entry[name] for entry in self.state.log_history if name in entry]
 
 
-def train(folder: Path, of: list[Batch], *callbacks: Any, resume: Any = None, **options: Any) -> Feeding:
+def train(
+    folder: Path, of: list[Batch], *callbacks: Any, resume: Any = None, **options: Any
+) -> Feeding:
     """Train once on the batches, and return the trainer."""
     steps = len(of) // options.get("gradient_accumulation_steps", 1)
-    made = Feeding(folder, [tensors(batch) for batch in of], *callbacks, **{"max_steps": steps, **options})
+    made = Feeding(
+        folder, [tensors(batch) for batch in of], *callbacks, **{"max_steps": steps, **options}
+    )
     made.train(resume_from_checkpoint=resume)
     return made
 
@@ -65,16 +85,23 @@ class Trained(Looping):
     recorded = "transformers"
     takes = frozenset({"scalars", "record", "save", "memory", "micro", "bits"})
     left_out = frozenset({"zero", "by_value", "agc"})
-    """Where one gradient is NaN, the Trainer makes all of them NaN; these rules would have healthy ones."""
+    """Where one gradient is NaN, the Trainer makes all of them NaN.
+
+    These rules would have healthy ones.
+    """
     folder: ClassVar[Path]
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Make the trainer, which begins with the first batch or a checkpoint."""
         self.micro = micro
         self.callback = None if rule is None else ClipGradients(rule, record=record)
         callbacks = [] if self.callback is None else [self.callback]
         options = {"gradient_accumulation_steps": micro, "max_grad_norm": 0.0, **options}
-        self.trainer = Feeding(self.folder, Fed(), *callbacks, save_strategy="steps", save_steps=4, **options)
+        self.trainer = Feeding(
+            self.folder, Fed(), *callbacks, save_strategy="steps", save_steps=4, **options
+        )
         self.net = self.trainer.model
 
     def train(self, fed: Fed, start: Any) -> None:
@@ -90,7 +117,11 @@ class Trained(Looping):
     def scalars(self) -> dict[str, float]:
         """Return what was logged, which is of one step; the largest norm is that of a window."""
         found = self.trainer.state.log_history[-1].items()
-        return {name: value for name, value in found if name.startswith("clip/") and name != "clip/norm_max"}
+        return {
+            name: value
+            for name, value in found
+            if name.startswith("clip/") and name != "clip/norm_max"
+        }
 
     def save(self, folder: Path) -> None:
         """Do nothing: the Trainer has saved the 4th step."""
@@ -111,7 +142,9 @@ class Trained(Looping):
 
 @pytest.fixture(autouse=True)
 def _end(tmp_path: Path) -> Iterator[None]:
-    """End the trainings that a check leaves, and undo what Accelerate keeps for the whole process."""
+    """End the trainings that a check leaves, and undo what Accelerate keeps for the
+    whole process.
+    """
     Trained.folder = tmp_path / "trainer"
     gc.freeze()  # the Trainer collects garbage at the end, which takes longer than all its steps
     yield
@@ -131,9 +164,15 @@ def test_contract(check: Any, tmp_path: Path) -> None:
 
 
 def test_other_rules(tmp_path: Path) -> None:
-    """Rules with many norms, and bounds, take the steps of the loop by hand, too; "zero" would have nothing to do."""
+    """Rules with many norms, and bounds, take the steps of the loop by hand, too.
+
+    "zero" would have nothing to do.
+    """
     rule = uc.chain(uc.by_value(-0.4, 0.4), uc.agc(0.05, axis=0), uc.by_norm(0.3))
-    near(train(tmp_path, BATCHES, ClipGradients(rule)).model.arrays(), by_hand(rule, BATCHES)[0].weights)
+    near(
+        train(tmp_path, BATCHES, ClipGradients(rule)).model.arrays(),
+        by_hand(rule, BATCHES)[0].weights,
+    )
     with pytest.raises(ValueError, match='nonfinite="skip"'):
         train(tmp_path, BATCHES, ClipGradients(uc.by_norm(1.0, nonfinite="zero")))
 
@@ -166,7 +205,9 @@ class Seeing(TrainerCallback):
 
 
 def test_logs(tmp_path: Path) -> None:
-    """A log has the last step, and means and the largest norm since the one before; later callbacks see it."""
+    """A log has the last step, and means and the largest norm since the one before;
+    later callbacks see it.
+    """
     rule, after = uc.autoclip(50, window=4), Seeing()
     made = train(tmp_path, BATCHES[:6], ClipGradients(rule), after, logging_steps=3)
     _, steps = by_hand(rule, BATCHES[:6])
@@ -187,26 +228,43 @@ class Patient(EarlyStoppingCallback):
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """A run goes on to the bit, with other callbacks' states and its record; what is not the rule's state is said."""
+    """A run goes on to the bit, with other callbacks' states and its record.
+
+    What is not the rule's state is said.
+    """
     rule, again = uc.chain(uc.autoclip(50, window=8), uc.adagc(warmup=2)), tmp_path / "checkpoint-3"
-    saved = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": True}
+    saved = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "restore_callback_states_from_checkpoint": True,
+    }
     for of, more in ((BATCHES[:6], {}), (BATCHES[3:6], {"resume": again, "max_steps": 6})):
         with insight.Recorder(tmp_path / "run.jsonl", every=2) as record:
             callbacks = ClipGradients(rule, record=record), Patient()
             made = train(tmp_path, of, *callbacks, metric_for_best_model="loss", **saved, **more)
         near(made.model.arrays(), by_hand(rule, BATCHES[:6])[0].weights)
         assert insight.read(tmp_path / "run.jsonl").steps.tolist() == [1, 2, 3, 4, 5, 6]
-    trainer = Feeding(tmp_path, [tensors(batch) for batch in BATCHES[3:6]], ClipGradients(uc.zclip()))
+    trainer = Feeding(
+        tmp_path, [tensors(batch) for batch in BATCHES[3:6]], ClipGradients(uc.zclip())
+    )
     with pytest.raises(ValueError, match="another rule"):
         trainer.train(resume_from_checkpoint=again)
     trainer.train()  # the optimizer is free again
     train(tmp_path / "without", BATCHES[:3], **saved)
     with pytest.warns(UserWarning, match="no state of"):
-        train(tmp_path, BATCHES[3:6], ClipGradients(rule), resume=tmp_path / "without" / "checkpoint-3", max_steps=6)
+        train(
+            tmp_path,
+            BATCHES[3:6],
+            ClipGradients(rule),
+            resume=tmp_path / "without" / "checkpoint-3",
+            max_steps=6,
+        )
 
 
 def test_train_again(tmp_path: Path) -> None:
-    """One callback serves one training after the other, after an error too, and so do its copies and pickles."""
+    """One callback serves one training after the other, after an error too,
+    and so do its copies and pickles.
+    """
     rule = uc.autoclip(50, window=4)
     callback, broken = ClipGradients(rule), Batch(BATCHES[0].ids, BATCHES[0].targets[:3])
     trainer = Feeding(tmp_path, [tensors(batch) for batch in (*BATCHES[:2], broken)], callback)
@@ -236,9 +294,15 @@ class Own(Clipping):
         return self.optimizer
 
 
-@pytest.mark.parametrize(("rule", "measures"), [(uc.by_norm(0.1), True), (uc.by_value(-0.1, 0.1), False)])
-def test_the_norm_is_measured_once(rule: Any, measures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer logs the norm of the rule as its own, and measures one itself only where the rule has none."""
+@pytest.mark.parametrize(
+    ("rule", "measures"), [(uc.by_norm(0.1), True), (uc.by_value(-0.1, 0.1), False)]
+)
+def test_the_norm_is_measured_once(
+    rule: Any, measures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer logs the norm of the rule as its own,
+    and measures one itself only where the rule has none.
+    """
     made, calls = Clipping(tmp_path, [tensors(batch) for batch in BATCHES[:3]], rule=rule), []
     usual = type(made.accelerator).clip_grad_norm_
     counted = lambda self, *arguments: calls.append(1) or usual(self, *arguments)
@@ -260,8 +324,15 @@ def test_names_in_the_mixin(tmp_path: Path) -> None:
 
 
 def test_mixin(tmp_path: Path) -> None:
-    """A trainer that clips trains as the callback does, also resumed; its first logger sees the scalars."""
-    rule, first, saved = uc.autoclip(50, window=4), Seeing(), {"save_strategy": "steps", "save_steps": 3}
+    """A trainer that clips trains as the callback does, also resumed.
+
+    Its first logger sees the scalars.
+    """
+    rule, first, saved = (
+        uc.autoclip(50, window=4),
+        Seeing(),
+        {"save_strategy": "steps", "save_steps": 3},
+    )
     clipped = {"rule": rule, "max_grad_norm": 0.7, **saved}
     for of, resume in ((BATCHES[:6], None), (BATCHES[3:6], tmp_path / "checkpoint-3")):
         made = Clipping(tmp_path, [tensors(batch) for batch in of], **{"max_steps": 6, **clipped})
@@ -297,7 +368,10 @@ class InBackward(torch.optim.SGD):
 
 
 def test_refused(tmp_path: Path) -> None:
-    """What is no rule is refused at once; engines that hide gradients, and steps that nobody clips, when they begin."""
+    """What is no rule is refused at once.
+
+    Engines that hide gradients, and steps that nobody clips, when they begin.
+    """
     for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), uc.Rule):
         with pytest.raises(TypeError, match="rule"):
             ClipGradients(wrong)
@@ -307,14 +381,23 @@ def test_refused(tmp_path: Path) -> None:
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
         with pytest.raises(ValueError, match=kind):
-            callback.on_train_begin(None, None, None, optimizer=SimpleNamespace(accelerator_state=state))
+            callback.on_train_begin(
+                None, None, None, optimizer=SimpleNamespace(accelerator_state=state)
+            )
 
 
-@pytest.mark.parametrize("options", [{"optim": "adafactor"}, {"optim": "adamw_torch_fused"}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"optim": "adafactor"}, {"optim": "adamw_torch_fused"}, {"bf16": True}], ids=str
+)
 def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
-    """The Trainer's own optimizers, with groups for weight decay, are clipped as any; under autocast in float32."""
+    """The Trainer's own optimizers, with groups for weight decay, are clipped as any.
+
+    Under autocast in float32.
+    """
     callback = ClipGradients(uc.by_global_norm(0.01))
-    made = train(tmp_path, BATCHES[:3], callback, make=None, weight_decay=0.1, learning_rate=0.01, **options)
+    made = train(
+        tmp_path, BATCHES[:3], callback, make=None, weight_decay=0.1, learning_rate=0.01, **options
+    )
     assert callback.handle.report.norms.dtype is torch.float32
     assert made.logged("clip/share") == [1.0] * 3
     assert not np.array_equal(made.model.arrays()["w"], Net().arrays()["w"])
@@ -322,9 +405,20 @@ def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wide", [1, 4])
 def test_only_sound_checkpoints(wide: int, tmp_path: Path) -> None:
-    """The recipe of the page saves after steps that were taken, however often it logs: the seventh is skipped."""
+    """The recipe of the page saves after steps that were taken, however often it logs:
+    the seventh is skipped.
+    """
     callbacks = run_story("skip-a-step.md", "sound-transformers")["callbacks"]
-    train(tmp_path, batches(), *callbacks[::-1], save_strategy="steps", save_steps=2, logging_steps=wide)
-    assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    train(
+        tmp_path,
+        batches(),
+        *callbacks[::-1],
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=wide,
+    )
+    assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in (2, 4, 6)
+    ]
     train(tmp_path / "epoch", batches(), *callbacks, save_strategy="epoch", logging_steps=wide)
     assert not list((tmp_path / "epoch").glob("checkpoint-*"))

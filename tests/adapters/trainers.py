@@ -1,4 +1,6 @@
-"""What the tests of the trainers share: the small model in PyTorch, and trainers that wait for each batch."""
+"""What the tests of the trainers share: the small model in PyTorch,
+and trainers that wait for each batch.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Fed:
 
 
 class Handled:
-    """What adapters have that train the model by a handle of ``attach``: ``net``, ``inside`` and ``handle``."""
+    """What adapters have that train the model by a handle of ``attach``: ``net``,
+    ``inside`` and ``handle``.
+    """
 
     optimizer = "momentum"
     left_out = frozenset[str]()
@@ -95,7 +99,9 @@ class Handled:
 
     def inner(self) -> list[np.ndarray]:
         """Return what the optimizer remembers, without what uniclip adds."""
-        return [value.numpy().copy() for state in self.inside.state.values() for value in state.values()]
+        return [
+            value.numpy().copy() for state in self.inside.state.values() for value in state.values()
+        ]
 
     def scalars(self) -> dict[str, float]:
         """Return what the handle has."""
@@ -111,7 +117,9 @@ class Handled:
 
 
 class Looping(Handled):
-    """What adapters have whose trainers loop by themselves: in a thread of its own, which goes from batch to batch."""
+    """What adapters have whose trainers loop by themselves: in a thread of its own,
+    which goes from batch to batch.
+    """
 
     alive: ClassVar[list[Looping]] = []
     """Those whose training has not ended."""

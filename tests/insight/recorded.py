@@ -1,4 +1,6 @@
-"""Made-up runs of gradient clipping at 1: norms around 0.5 that fall at first, with spikes where they are wanted."""
+"""Made-up runs of gradient clipping at 1: norms around 0.5 that fall at first,
+with spikes where they are wanted.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,25 @@ from uniclip.insight import Record
 
 
 def run(
-    count: int = 400, leaves: int = 0, spikes: Sequence[int] = (), broken: Sequence[int] = (), **fields: Any
+    count: int = 400,
+    leaves: int = 0,
+    spikes: Sequence[int] = (),
+    broken: Sequence[int] = (),
+    **fields: Any,
 ) -> Record:
-    """Return a run of some steps; of those with a spike the norm is 40 times as large, of broken ones it is NaN."""
+    """Return a run of some steps; of those with a spike the norm is 40 times as large,
+    of broken ones it is NaN.
+    """
     rng, steps = np.random.default_rng(0), np.arange(1, count + 1)
     norms = 0.5 * (1 + 4 * np.exp(-10 * steps / (count + 1))) * np.exp(rng.normal(0, 0.3, count))
     norms[np.asarray(spikes, int) - 1] *= 40
     norms[np.asarray(broken, int) - 1] = np.nan
     finite, factors = np.isfinite(norms), np.minimum(1, 1 / norms)
-    at = np.union1d(steps[:: max(count // 100, 1)], np.asarray(spikes, int)) if leaves else np.zeros(0, int)
+    at = (
+        np.union1d(steps[:: max(count // 100, 1)], np.asarray(spikes, int))
+        if leaves
+        else np.zeros(0, int)
+    )
     parts = np.exp(rng.normal(0, 1, leaves)) * np.exp(rng.normal(0, 0.2, (at.size, leaves)))
     values: dict[str, Any] = {
         "steps": steps,
@@ -44,11 +56,20 @@ def run(
 
 
 def of_norms(norms: Any, **fields: Any) -> Record:
-    """Return a run with these norms and no limit; a norm that is not finite is one of a step that is not."""
+    """Return a run with these norms and no limit.
+
+    A norm that is not finite is one of a step that is not.
+    """
     norms = np.asarray(norms, np.float64)
     count, finite = len(norms), np.isfinite(norms)
-    columns = {"limits": np.full(count, np.inf), "factors": np.ones(count), "losses": np.full(count, np.nan)}
-    return run(count, **columns | {"norms": np.where(finite, norms, np.nan), "finite": finite, **fields})
+    columns = {
+        "limits": np.full(count, np.inf),
+        "factors": np.ones(count),
+        "losses": np.full(count, np.nan),
+    }
+    return run(
+        count, **columns | {"norms": np.where(finite, norms, np.nan), "finite": finite, **fields}
+    )
 
 
 def nothing() -> Record:
@@ -60,7 +81,12 @@ def write(record: Record, path: Path) -> Path:
     """Write what the recorder writes of a run, without its leaves."""
     lines = [json.dumps({"uniclip": 1, "rule": record.rule})]
     for index, step in enumerate(record.steps):
-        columns = {"norm": record.norms, "limit": record.limits, "factor": record.factors, "share": record.shares}
+        columns = {
+            "norm": record.norms,
+            "limit": record.limits,
+            "factor": record.factors,
+            "share": record.shares,
+        }
         columns["loss"] = record.losses
         line = {name: float(values[index]) for name, values in columns.items()}
         line = {name: value if math.isfinite(value) else None for name, value in line.items()}

@@ -15,15 +15,34 @@ from uniclip.insight import read
 HEADER = {"uniclip": 1, "rule": "uc.Rule(1.0)"}
 LINES = [
     {"step": 1, "norm": 13.0, "limit": 1.0, "factor": 0.0769, "share": 1.0, "loss": 2.3, "lr": 0.1},
-    {"step": 2, "norm": 0.5, "limit": None, "factor": 1.0, "share": 0.0, "threshold": 3.0, "skipped": False},
-    {"step": 3, "norm": None, "finite": False, "limit": None, "factor": None, "share": 1.0, "skipped": True},
+    {
+        "step": 2,
+        "norm": 0.5,
+        "limit": None,
+        "factor": 1.0,
+        "share": 0.0,
+        "threshold": 3.0,
+        "skipped": False,
+    },
+    {
+        "step": 3,
+        "norm": None,
+        "finite": False,
+        "limit": None,
+        "factor": None,
+        "share": 1.0,
+        "skipped": True,
+    },
     {"step": 4, "loss": None},
 ]
 
 
 def file(path: Path, *lines: Any, end: str = "\n") -> Path:
     """Write lines, as JSON unless they are text."""
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end, "utf-8")
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end,
+        "utf-8",
+    )
     return path
 
 
@@ -40,7 +59,10 @@ def same(array: Any, values: list[Any], dtype: Any = np.float64) -> bool:
 
 
 def test_columns(path: Path) -> None:
-    """Each key is a column; what a line lacks is NaN, a limit that nothing reaches and a loss that was none are ∞."""
+    """Each key is a column.
+
+    What a line lacks is NaN, a limit that nothing reaches and a loss that was none are ∞.
+    """
     record = read(str(file(path, HEADER, *LINES)))
     nan, inf = math.nan, math.inf
     assert same(record.steps, [1, 2, 3, 4], np.int64)
@@ -60,7 +82,9 @@ def test_columns(path: Path) -> None:
 
 
 def test_leaves(path: Path) -> None:
-    """Norms of leaves are there at the steps where they were recorded, by their names, whatever these hold."""
+    """Norms of leaves are there at the steps where they were recorded, by their names,
+    whatever these hold.
+    """
     labels = ["a\u2028b", "c\u0085d\u2029"]
     rows = [
         {"step": 1, "leaves": {labels[0]: 3.0, labels[1]: None}},
@@ -83,7 +107,10 @@ def test_torn(path: Path, end: bytes) -> None:
 
 def test_a_later_header(path: Path) -> None:
     """A run that goes on with another rule has its name."""
-    assert read(file(path, HEADER, LINES[0], {"uniclip": 1, "rule": "uc.zclip()"}, LINES[1])).rule == "uc.zclip()"
+    assert (
+        read(file(path, HEADER, LINES[0], {"uniclip": 1, "rule": "uc.zclip()"}, LINES[1])).rule
+        == "uc.zclip()"
+    )
 
 
 @pytest.mark.parametrize("text", ['{"uniclip": 1}\n', '{"uniclip": 1, "ru'])

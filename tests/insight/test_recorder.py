@@ -67,7 +67,9 @@ def test_header_and_lines(tmp_path: Path) -> None:
 def test_a_function_gets_the_rows() -> None:
     """It gets what a logger shows, a window at a time, with NaN where the file has null."""
     rows: list[dict[str, Any]] = []
-    with Recorder(rows.append, every=2, leaves="all", params={"a": np.ones(2), "b": np.ones(1)}) as record:
+    with Recorder(
+        rows.append, every=2, leaves="all", params={"a": np.ones(2), "b": np.ones(1)}
+    ) as record:
         record(report_of(3.0), loss=0.5, leaves=np.asarray([3.0, 0.0]), rate=1)
         assert rows == []
         report = report_of(math.nan)
@@ -75,7 +77,13 @@ def test_a_function_gets_the_rows() -> None:
         assert [row["step"] for row in rows] == [1, 2]
         record(report_of(0.5), step=7, leaves=np.zeros(2))
     scalars = {name: float(value) for name, value in report_of(3.0).scalars().items()}
-    assert rows[0] == {"step": 1, **scalars, "leaves": {"a": 3.0, "b": 0.0}, "loss": 0.5, "rate": 1.0}
+    assert rows[0] == {
+        "step": 1,
+        **scalars,
+        "leaves": {"a": 3.0, "b": 0.0},
+        "loss": 0.5,
+        "rate": 1.0,
+    }
     assert rows[1]["finite"] is False
     assert math.isnan(rows[1]["clip/norm"])
     assert rows[2]["step"] == 7
@@ -110,10 +118,21 @@ def test_is_written_once_for_a_window(tmp_path: Path) -> None:
     ids=["end", "error", "exit", "kill", "fork"],
 )
 def test_what_is_lost(end: str, last: int, tmp_path: Path) -> None:
-    """All is written when a program ends, also by an error, and once; one that is killed loses at most a window."""
+    """All is written when a program ends, also by an error, and once.
+
+    One that is killed loses at most a window.
+    """
     path = tmp_path / "run.jsonl"
-    done = subprocess.run([sys.executable, "-c", TRAINING.format(end=end), str(path)], check=False, capture_output=True)
-    expected = {"raise RuntimeError": 1, "sys.exit(3)": 3, "os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING.format(end=end), str(path)],
+        check=False,
+        capture_output=True,
+    )
+    expected = {
+        "raise RuntimeError": 1,
+        "sys.exit(3)": 3,
+        "os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+    }
     assert done.returncode == expected.get(end, 0), done.stderr
     assert steps(path) == list(range(1, last + 1))
 
@@ -152,7 +171,9 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert not path.with_name("run.jsonl.old").exists()
 
 
-@pytest.mark.parametrize("text", ["hello\n", "", '{"a": 1}\n', '{"uniclip": 1}\n{"step": 1, "norm": 2.0}\n'])
+@pytest.mark.parametrize(
+    "text", ["hello\n", "", '{"a": 1}\n', '{"uniclip": 1}\n{"step": 1, "norm": 2.0}\n']
+)
 def test_other_files_are_kept(text: str, tmp_path: Path) -> None:
     """A new run renames what there was, whatever it is, before it writes."""
     path = tmp_path / "run.jsonl"
@@ -173,9 +194,9 @@ def test_values_are_those_of_their_step(tmp_path: Path) -> None:
             total += 1
             rows += 1
             record(report_of(2.0), loss=total, leaves=rows, rate=total)
-    assert [(row["loss"], row["rate"], row["leaves"]) for row in lines(tmp_path / "run.jsonl")[1:]] == [
-        (number, number, {"0": number, "1": number}) for number in (1.0, 2.0, 3.0)
-    ]
+    assert [
+        (row["loss"], row["rate"], row["leaves"]) for row in lines(tmp_path / "run.jsonl")[1:]
+    ] == [(number, number, {"0": number, "1": number}) for number in (1.0, 2.0, 3.0)]
 
 
 def test_a_refused_call_leaves_no_trace(tmp_path: Path) -> None:
@@ -217,7 +238,9 @@ def test_leaves(tmp_path: Path) -> None:
         rows = {row["step"]: row for row in lines(path)[1:]}
         assert [step for step, row in rows.items() if "leaves" in row] == wanted
         assert list(rows[37]["leaves"]) == ["a", "b", "c"]
-        assert math.isclose(np.linalg.norm([*rows[37]["leaves"].values()]), rows[37]["norm"], rel_tol=1e-6)
+        assert math.isclose(
+            np.linalg.norm([*rows[37]["leaves"].values()]), rows[37]["norm"], rel_tol=1e-6
+        )
         assert rows[90]["leaves"]["b"] is None
         assert rows[90]["norm"] is None
         assert rows[90]["finite"] is False
@@ -225,7 +248,10 @@ def test_leaves(tmp_path: Path) -> None:
 
 
 def test_copies_write_nothing_twice(tmp_path: Path) -> None:
-    """A copy, and what a pickle holds, has no steps that wait; it can record where the other does not."""
+    """A copy, and what a pickle holds, has no steps that wait.
+
+    It can record where the other does not.
+    """
     record = Recorder(tmp_path / "run.jsonl", every=5, rule=RULE)
     record(report_of(2.0))
     for other in [copy.deepcopy(record), copy.copy(record), pickle.loads(pickle.dumps(record))]:
@@ -243,7 +269,9 @@ def test_threads(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     report = report_of(2.0)
     with Recorder(path, every=7) as record:
-        threads = [threading.Thread(target=lambda: [record(report) for _ in range(200)]) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: [record(report) for _ in range(200)]) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -257,18 +285,36 @@ def test_threads(tmp_path: Path) -> None:
         (lambda record: record("report"), TypeError, "report must be a report"),
         (lambda record: record(None), TypeError, "report must be a report"),
         (lambda record: record(report_of(1.0), step=1.5), TypeError, "step must be a whole number"),
-        (lambda record: record(report_of(1.0), step=3), ValueError, "above the last one that was recorded, 3, got 3"),
-        (lambda record: record(report_of(1.0), loss="low"), TypeError, "loss must be one real number"),
-        (lambda record: record(report_of(1.0), loss=np.ones(3)), TypeError, "loss must be one real number"),
+        (
+            lambda record: record(report_of(1.0), step=3),
+            ValueError,
+            "above the last one that was recorded, 3, got 3",
+        ),
+        (
+            lambda record: record(report_of(1.0), loss="low"),
+            TypeError,
+            "loss must be one real number",
+        ),
+        (
+            lambda record: record(report_of(1.0), loss=np.ones(3)),
+            TypeError,
+            "loss must be one real number",
+        ),
         (
             lambda record: record(report_of(1.0), norm=1.0),
             TypeError,
             "the name of a number must be none of .* got 'norm'",
         ),
-        (lambda record: record(report_of(1.0), leaves=np.ones(3)), TypeError, r"Recorder\(\.\.\., leaves=True\)"),
+        (
+            lambda record: record(report_of(1.0), leaves=np.ones(3)),
+            TypeError,
+            r"Recorder\(\.\.\., leaves=True\)",
+        ),
     ],
 )
-def test_wrong_arguments_of_a_call(call: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_wrong_arguments_of_a_call(
+    call: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     """Each is refused by name; what was recorded before stays."""
     with Recorder(tmp_path / "run.jsonl") as record:
         record(report_of(1.0), step=3)
@@ -288,7 +334,9 @@ def test_wrong_arguments_of_a_call(call: Any, error: type[Exception], message: s
         ({"rule": 3}, TypeError, "rule must be"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_wrong_arguments(
+    arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
     """Each is refused by name, before any step."""
     with pytest.raises(error, match=message):
         Recorder(**{"to": tmp_path / "run.jsonl", **arguments})
@@ -299,17 +347,26 @@ NAMES = ("norm", "limit", "threshold", "factor", "share", "skipped")
 
 
 def test_a_line_is_what_a_logger_shows(framework: Framework, tmp_path: Path) -> None:
-    """Each line holds the scalars of its report, whatever the rule, or says that they are not finite."""
+    """Each line holds the scalars of its report, whatever the rule,
+    or says that they are not finite.
+    """
     array = lambda tree: mapped(framework.array, tree)
     params = array(rules.params())
-    some = {name: rules.kinds(uc)[name].rule for name in ("by_norm", "zclip", "skip_spikes", "chain")}
+    some = {
+        name: rules.kinds(uc)[name].rule for name in ("by_norm", "zclip", "skip_spikes", "chain")
+    }
     states = {name: rule.init(params) for name, rule in some.items()}
-    records = {name: Recorder(tmp_path / f"{name}.jsonl", every=5, rule=rule) for name, rule in some.items()}
+    records = {
+        name: Recorder(tmp_path / f"{name}.jsonl", every=5, rule=rule)
+        for name, rule in some.items()
+    }
     wanted: dict[str, list[Any]] = {name: [] for name in some}
     for grads, loss in zip(rules.steps(), rules.LOSSES, strict=True):
         for name, rule in some.items():
             _, states[name], report = rule.update(array(grads), states[name], params, loss=loss)
-            wanted[name].append({key: float(framework.numpy(value)) for key, value in report.scalars().items()})
+            wanted[name].append(
+                {key: float(framework.numpy(value)) for key, value in report.scalars().items()}
+            )
             records[name](report, loss=loss)
     for name, record in records.items():
         record.close()
@@ -317,13 +374,21 @@ def test_a_line_is_what_a_logger_shows(framework: Framework, tmp_path: Path) -> 
             for key in NAMES:
                 value = scalars.get(f"clip/{key}", math.nan)
                 finite = math.isfinite(value) and value < 3e38
-                assert row.get(key) == (pytest.approx(value, rel=1e-6) if finite else None), (name, key, row)
+                assert row.get(key) == (pytest.approx(value, rel=1e-6) if finite else None), (
+                    name,
+                    key,
+                    row,
+                )
 
 
 def test_norms_of_leaves(framework: Framework) -> None:
-    """``leaf_norms`` returns the norm of each leaf, whatever their range, and 0 for an absent one."""
+    """``leaf_norms`` returns the norm of each leaf, whatever their range,
+    and 0 for an absent one.
+    """
     values = {"a": [3e30, 4e30], "b": [3.0, 4.0], "d": [3e-30, 4e-30]}
-    found = insight.leaf_norms({name: framework.array(value) for name, value in values.items()} | {"c": None})
+    found = insight.leaf_norms(
+        {name: framework.array(value) for name, value in values.items()} | {"c": None}
+    )
     np.testing.assert_allclose(framework.numpy(found), [5e30, 5.0, 0.0, 5e-30], rtol=1e-6)
 
 
@@ -336,7 +401,10 @@ def test_what_is_donated_later(framework: Framework, tmp_path: Path) -> None:
         return jax.tree.map(lambda old, new: new + 0 * old, last, uc.clip(grads, RULE)[1].scalars())
 
     donating = jax.jit(step, donate_argnums=0)
-    last = jax.tree.map(framework.array, dict.fromkeys(("clip/norm", "clip/limit", "clip/factor", "clip/share"), 0.0))
+    last = jax.tree.map(
+        framework.array,
+        dict.fromkeys(("clip/norm", "clip/limit", "clip/factor", "clip/share"), 0.0),
+    )
     with Recorder(tmp_path / "run.jsonl") as record:
         for norm in (1.0, 2.0, 3.0):
             before, last = last, donating(last, [framework.array([norm])])
@@ -371,7 +439,9 @@ def test_a_state_that_is_donated(tmp_path: Path) -> None:
 
 @pytest.mark.needs("torch")
 def test_no_graph_is_held() -> None:
-    """What waits holds no derivatives: a gradient that was clipped is free, although its step is not yet written."""
+    """What waits holds no derivatives: a gradient that was clipped is free,
+    although its step is not yet written.
+    """
     import gc
     import weakref
 
@@ -395,7 +465,9 @@ def test_reports_of_many_steps() -> None:
     import jax
     import jax.numpy as jnp
 
-    _, reports = jax.lax.scan(lambda carry, grad: (carry, uc.clip([grad], RULE)[1]), 0, jnp.ones((4, 3)))
+    _, reports = jax.lax.scan(
+        lambda carry, grad: (carry, uc.clip([grad], RULE)[1]), 0, jnp.ones((4, 3))
+    )
     rows: list[Any] = []
     with Recorder(rows.append) as record:
         record(report_of(2.0))
@@ -432,7 +504,9 @@ def test_steps_of_a_scan() -> None:
         return state, (report.scalars(), 2 * norm)
 
     norms = jnp.asarray([1.0, 1.2, 30.0, 1.1])
-    _, (scalars, losses) = jax.jit(lambda state: jax.lax.scan(step, state, norms))(rule.init({"w": norms[:1]}))
+    _, (scalars, losses) = jax.jit(lambda state: jax.lax.scan(step, state, norms))(
+        rule.init({"w": norms[:1]})
+    )
     together: list[dict[str, Any]] = []
     alone: list[dict[str, Any]] = []
     with Recorder(together.append) as record:

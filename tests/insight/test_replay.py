@@ -17,22 +17,32 @@ RULES = every_rule(uc) | {
     "by_norm, rejected": uc.by_norm(0.7, curve=uc.curves.reject),
     "by_norm, split": uc.by_norm(uc.limits.Split(1.0)),
     "each leaf, z-score": uc.Rule(uc.limits.ZScore(2.0, 0.9), scope=uc.scopes.each_leaf),
-    "each leaf, skipped": uc.Rule(uc.limits.LogZScore(1.0, 0.9), scope=uc.scopes.each_leaf, nonfinite="skip"),
+    "each leaf, skipped": uc.Rule(
+        uc.limits.LogZScore(1.0, 0.9), scope=uc.scopes.each_leaf, nonfinite="skip"
+    ),
     "quantile": uc.by_global_norm(uc.limits.TrackedQuantile(0.5, 0.1, 1.0)),
 }
 SCOPES = uc.scopes.all_leaves, uc.scopes.each_leaf
 WHOLE = {name for name, rule in RULES.items() if getattr(rule, "scope", None) in SCOPES}
 BY_NORMS = {
-    name for name in WHOLE if not {"params", "sizes"} & set(RULES[name].limit.needs) and not RULES[name].norm.size_power
+    name
+    for name in WHOLE
+    if not {"params", "sizes"} & set(RULES[name].limit.needs) and not RULES[name].norm.size_power
 }
 
 
 def gradients(*, spoiled: bool) -> list[list[Any]]:
-    """Return the gradients of some steps, of sizes that drift and jump; some of them absent, and not finite."""
+    """Return the gradients of some steps, of sizes that drift and jump.
+
+    Some of them absent, and not finite.
+    """
     rng = np.random.default_rng(0)
     sizes = np.exp(0.3 * rng.normal(size=(STEPS, 3)) + 0.5 * np.sin(np.arange(STEPS) / 40)[:, None])
     sizes[rng.random(STEPS) < 0.03] *= 20
-    steps = [[size * rng.normal(size=s) / 3 for size, s in zip(row, SHAPES, strict=True)] for row in sizes]
+    steps = [
+        [size * rng.normal(size=s) / 3 for size, s in zip(row, SHAPES, strict=True)]
+        for row in sizes
+    ]
     if spoiled:
         steps[20][0][0, 0], steps[70][1][3], steps[71][2][:] = math.nan, math.inf, -math.inf
     for number in np.flatnonzero(rng.random(STEPS) < 0.2):
@@ -42,7 +52,9 @@ def gradients(*, spoiled: bool) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", sorted(BY_NORMS))
 def test_exact(name: str) -> None:
-    """Every rule that norms determine does in a replay what it did, at steps that are not finite, too."""
+    """Every rule that norms determine does in a replay what it did,
+    at steps that are not finite, too.
+    """
     rule: Any = RULES[name]
     steps, losses = gradients(spoiled=rule.nonfinite != "zero"), 1 + 0.1 * np.sin(np.arange(STEPS))
     losses[100], losses[30] = 50.0, math.nan
@@ -54,7 +66,9 @@ def test_exact(name: str) -> None:
         _, state, report = rule.update(grads, state, loss=None if math.isnan(loss) else loss)
         factors = report.factors if rule.scope == uc.scopes.each_leaf else [report.factors]
         wanted = [math.nan if one is None else float(one) for one in factors]
-        np.testing.assert_allclose(np.atleast_1d(found.factors[step]), wanted, rtol=1e-6, err_msg=f"{step}")
+        np.testing.assert_allclose(
+            np.atleast_1d(found.factors[step]), wanted, rtol=1e-6, err_msg=f"{step}"
+        )
         assert found.skipped[step] == (report.skipped is not None and bool(report.skipped))
 
 
@@ -72,7 +86,10 @@ def test_parameters_are_missing() -> None:
 
 
 def test_edges() -> None:
-    """Nothing has an empty replay; limits are ∞ where nothing limits; a rule that raises says when."""
+    """Nothing has an empty replay.
+
+    Limits are ∞ where nothing limits; a rule that raises says when.
+    """
     assert replay([], uc.zclip()).factors.shape == (0,)
     assert replay(np.ones((0, 3)), uc.by_norm(1.0)).factors.shape == (0, 3)
     found = replay([1.0, 2.0, 1.0, 2.0, 100.0], uc.zclip(warmup=4))

@@ -34,7 +34,9 @@ ODD = {
     "one step": recorded.run(1),
     "all broken": recorded.run(60, 2, broken=range(1, 61)),
     "all 0": recorded.run(60, norms=np.zeros(60)),
-    "no limit": recorded.run(60, limits=np.full(60, np.inf), factors=np.ones(60), shares=np.zeros(60)),
+    "no limit": recorded.run(
+        60, limits=np.full(60, np.inf), factors=np.ones(60), shares=np.zeros(60)
+    ),
 }
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -73,7 +75,10 @@ def lines(ax: Any) -> dict[str, Any]:
 
 def contrast(first: Any, second: Any) -> float:
     """Return the contrast of two colors by WCAG 2, from 1 to 21."""
-    parts = [[p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in to_rgb(c)] for c in (first, second)]
+    parts = [
+        [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in to_rgb(c)]
+        for c in (first, second)
+    ]
     low, high = sorted(float(np.dot(some, [0.2126, 0.7152, 0.0722])) for some in parts)
     return (high + 0.05) / (low + 0.05)
 
@@ -91,18 +96,24 @@ def strips(ax: Any) -> dict[str, Any]:
 
 
 def test_no_spike_is_lost_in_a_long_run() -> None:
-    """Of 100,000 steps the picture shows the largest norm, near its step, and the smallest, and names the spike."""
+    """Of 100,000 steps the picture shows the largest norm, near its step, and the smallest,
+    and names the spike.
+    """
     record = recorded.run(100_000)
     record.norms[777], record.norms[10] = 1e4, 1e-4
     ax = plot(record, Figure().subplots())
     points = ax.collections[0].get_paths()[0].vertices
     assert (points[:, 1].max(), points[:, 1].min()) == (1e4, 1e-4)
-    assert abs(points[points[:, 1].argmax(), 0] - 778) <= 100_000 / lines(ax)["norm"].get_xdata().size
+    assert (
+        abs(points[points[:, 1].argmax(), 0] - 778) <= 100_000 / lines(ax)["norm"].get_xdata().size
+    )
     assert "778" in texts(ax)
 
 
 def test_steps_are_shown() -> None:
-    """Clipped, skipped and broken steps have strips of their own, the limit is a line, spikes have step and leaf."""
+    """Clipped, skipped and broken steps have strips of their own, the limit is a line,
+    spikes have step and leaf.
+    """
     record = recorded.run(150, 3, spikes=[100, 120], broken=[60, 61])
     record.skipped[119] = True
     ax = plot(record, Figure().subplots())
@@ -113,15 +124,24 @@ def test_steps_are_shown() -> None:
     assert set(lines(ax)["limit"].get_ydata()) == {1.0}
     (loss,) = [line for child in ax.child_axes for line in child.get_lines()]
     assert list(loss.get_ydata()) == list(record.losses)
-    first = {spike.step: spike.leaves[0][0] for spike in spikes(record) if math.isfinite(spike.ratio)}
+    first = {
+        spike.step: spike.leaves[0][0] for spike in spikes(record) if math.isfinite(spike.ratio)
+    }
     assert {"100", "120"} <= {text.split()[0] for text in texts(ax)}
     assert set(texts(ax)) == {f"{step} {leaf}" for step, leaf in first.items()}
 
 
 def test_lines_are_named_beside_their_ends() -> None:
-    """Those of which there are any: norm, limit or threshold, and the bound above which steps are skipped."""
-    skipping = recorded.run(60, skipped=np.arange(60) == 30, rule="uc.by_global_norm(1.0, skip_above=4.0)")
-    for record, names in [(recorded.run(60), ["norm", "limit"]), (skipping, ["norm", "limit", "skips above"])]:
+    """Those of which there are any: norm, limit or threshold,
+    and the bound above which steps are skipped.
+    """
+    skipping = recorded.run(
+        60, skipped=np.arange(60) == 30, rule="uc.by_global_norm(1.0, skip_above=4.0)"
+    )
+    for record, names in [
+        (recorded.run(60), ["norm", "limit"]),
+        (skipping, ["norm", "limit", "skips above"]),
+    ]:
         ax = plot(record, Figure().subplots())
         written = [text for text in ax.texts if text.get_transform() == ax.transAxes]
         assert sorted(text.get_text() for text in written) == sorted(names)
@@ -168,7 +188,9 @@ def test_light_and_dark(style: str, paper: str) -> None:
 
 
 @pytest.mark.parametrize("record", ODD.values(), ids=ODD)
-def test_odd_runs(record: Any, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_runs(
+    record: Any, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run of which there is little to show is drawn, summed up and has a page all the same."""
     plot(record).figure.canvas.draw()
     file, page = recorded.write(record, tmp_path / "run.jsonl"), tmp_path / "run.html"
@@ -178,7 +200,8 @@ def test_odd_runs(record: Any, tmp_path: Path, command: Any, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("show", "arguments"), [(plot, ({"norm": [1.0]},)), (summary, ({"norm": [1.0]},)), (plot, (recorded.run(5), 3))]
+    ("show", "arguments"),
+    [(plot, ({"norm": [1.0]},)), (summary, ({"norm": [1.0]},)), (plot, (recorded.run(5), 3))],
 )
 def test_wrong_arguments(show: Any, arguments: Any) -> None:
     """What is no record or no axes is named."""
@@ -222,23 +245,36 @@ class Elements(HTMLParser):
 
 
 def test_a_page_needs_nothing_else(tmp_path: Path, command: Any) -> None:
-    """Nothing runs and nothing is fetched, labels are shown as they are, and long runs have small pages."""
+    """Nothing runs and nothing is fetched, labels are shown as they are,
+    and long runs have small pages.
+    """
     labels = ['<script>alert("1")</script>', 'a" id="b', "$\\frac{$ & <i>"]
     params = {label: np.ones(1) for label in labels}
     rule = uc.by_global_norm(1.0, curve=uc.curves.Regularized(0.5))
     path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
     with Recorder(path, leaves=True, rule=rule, params=params) as record:
         for step in range(1, 5000):
-            grads = {label: np.asarray([0.1 + 9.0 * (step == 300 + number)]) for number, label in enumerate(labels)}
+            grads = {
+                label: np.asarray([0.1 + 9.0 * (step == 300 + number)])
+                for number, label in enumerate(labels)
+            }
             record(uc.clip(grads, rule)[1], leaves=leaf_norms(grads))
     assert command(path, "-o", page) == 0
     made = page.read_text(encoding="utf-8")
     assert made.startswith("<!DOCTYPE html>\n<html lang=")
     assert len(made.encode()) < 500_000
     elements = Elements(made)
-    assert not {"script", "link", "iframe", "object", "base", "b", "i"} & {tag for tag, _ in elements.found}
-    assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
-    references = [attributes.get(name) for _, attributes in elements.found for name in ("href", "xlink:href", "src")]
+    assert not {"script", "link", "iframe", "object", "base", "b", "i"} & {
+        tag for tag, _ in elements.found
+    }
+    assert not [
+        name for _, attributes in elements.found for name in attributes if name.startswith("on")
+    ]
+    references = [
+        attributes.get(name)
+        for _, attributes in elements.found
+        for name in ("href", "xlink:href", "src")
+    ]
     assert all(one.startswith(("#", "data:image/png;base64,")) for one in references if one)
     ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -258,7 +294,9 @@ def test_the_module_is_a_command(file: Path) -> None:
 
 
 def test_a_summary() -> None:
-    """It has the numbers that are in the record, and limits that do not depend on where the norms are."""
+    """It has the numbers that are in the record,
+    and limits that do not depend on where the norms are.
+    """
     record = recorded.run(400, 2, spikes=[300], broken=[100])
     text = summary(record)
     finite = np.isfinite(record.norms)
@@ -277,10 +315,17 @@ def test_a_summary() -> None:
 
 
 FIRST = {
-    "82 of 85 steps skipped, the last 82 in a row: the bound 2 is below the usual norm 3.6": recorded.run(
-        85, norms=np.full(85, 3.6), skipped=np.arange(85) > 2, rule="uc.by_global_norm(1.0, skip_above=2.0)"
+    (
+        "82 of 85 steps skipped, the last 82 in a row: the bound 2 is below the usual norm 3.6"
+    ): recorded.run(
+        85,
+        norms=np.full(85, 3.6),
+        skipped=np.arange(85) > 2,
+        rule="uc.by_global_norm(1.0, skip_above=2.0)",
     ),
-    "30 of 200 steps skipped, the last 30 in a row": recorded.run(200, skipped=np.arange(200) >= 170),
+    "30 of 200 steps skipped, the last 30 in a row": recorded.run(
+        200, skipped=np.arange(200) >= 170
+    ),
     "not finite from step 31 on, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
     "many norms are 0.6 and none is larger: something else seems to clip before": recorded.run(
         60, norms=np.minimum(recorded.run(60).norms, 0.6), limits=np.ones(60), shares=np.zeros(60)
@@ -289,18 +334,33 @@ FIRST = {
         60, norms=np.arange(60) % 3 / 2, limits=np.full(60, 10.0), shares=np.zeros(60)
     ),
     "50 of 60 steps skipped, the last 50 in a row": recorded.run(  # not for a bound
-        60, norms=np.full(60, 5.0), limits=np.ones(60), broken=range(11, 61), skipped=np.arange(60) > 9
+        60,
+        norms=np.full(60, 5.0),
+        limits=np.ones(60),
+        broken=range(11, 61),
+        skipped=np.arange(60) > 9,
     ),
-    "all gradients are 0": recorded.run(60, norms=np.zeros(60), limits=np.ones(60), shares=np.zeros(60)),
-    "31 of 60 steps skipped": recorded.run(60, skipped=np.arange(60) % 2 + (np.arange(60) == 58) > 0),
-    "clipped 100 %: the limit is a normalizer": recorded.run(60, limits=np.full(60, 1e-3), shares=np.ones(60)),
-    "clipped 25 %: the limit is a step-size limiter": recorded.run(60, shares=np.arange(60) % 4 == 0),
+    "all gradients are 0": recorded.run(
+        60, norms=np.zeros(60), limits=np.ones(60), shares=np.zeros(60)
+    ),
+    "31 of 60 steps skipped": recorded.run(
+        60, skipped=np.arange(60) % 2 + (np.arange(60) == 58) > 0
+    ),
+    "clipped 100 %: the limit is a normalizer": recorded.run(
+        60, limits=np.full(60, 1e-3), shares=np.ones(60)
+    ),
+    "clipped 25 %: the limit is a step-size limiter": recorded.run(
+        60, shares=np.arange(60) % 4 == 0
+    ),
     "clipped 5 %: the limit is a safety net": recorded.run(60, shares=np.arange(60) % 20 == 0),
     "never clipped: norms are at most 0.05 of the limit": recorded.run(
         60, norms=np.full(60, 5.0), limits=np.full(60, 100.0), shares=np.zeros(60)
     ),
     "many norms are 0.5 and none is larger: something else seems to clip before": recorded.run(
-        60, norms=np.minimum(recorded.run(60).norms, 0.5), limits=np.full(60, 0.5), shares=np.zeros(60)
+        60,
+        norms=np.minimum(recorded.run(60).norms, 0.5),
+        limits=np.full(60, 0.5),
+        shares=np.zeros(60),
     ),
 }
 
@@ -312,32 +372,44 @@ def test_a_summary_begins_with_what_stands_out(line: str) -> None:
 
 
 def test_what_a_summary_advises() -> None:
-    """Three limits, and 1 where it would clip; of one that skipped its steps another bound; of learned limits none."""
+    """Three limits, and 1 where it would clip; of one that skipped its steps another bound;
+    of learned limits none.
+    """
     record = recorded.run(60, norms=np.full(60, 0.3), limits=np.ones(60), shares=np.zeros(60))
-    assert summary(record).splitlines()[-2] == "No limit follows from norms alone: compare 0.0625, 0.25 and 1,"
+    assert (
+        summary(record).splitlines()[-2]
+        == "No limit follows from norms alone: compare 0.0625, 0.25 and 1,"
+    )
     assert ": try 1, or compare " in summary(record._replace(norms=np.linspace(0.3, 2.0, 60)))
     dead = summary(record._replace(skipped=np.arange(60) > 9))
     assert dead.endswith("\nRaise the bound, or lower the learning rate, and record again.")
     assert "No limit" not in dead
     nan = summary(record._replace(skipped=np.arange(60) > 9, finite=np.arange(60) <= 9))
-    assert nan.endswith("\nLook for what is not finite, or lower the learning rate, and record again.")
+    assert nan.endswith(
+        "\nLook for what is not finite, or lower the learning rate, and record again."
+    )
     assert "No limit" not in summary(record._replace(limits=np.linspace(1.0, 2.0, 60)))
     broken = summary(recorded.run(60, broken=range(31, 61)))
     assert "the limit is" not in broken
 
 
 def test_a_row_of_spikes_is_one() -> None:
-    """What is listed is the first step of a level that stays, the large one of a spike that grows, and NaN."""
+    """What is listed is the first step of a level that stays,
+    the large one of a spike that grows, and NaN.
+    """
     level = np.where(np.arange(200) < 120, 1.0, 900.0)
     assert "1 spike:\n  step 121, 900 times the median\n" in summary(recorded.run(200, norms=level))
     growing = np.ones(200)
     growing[120:123] = 6.0, 900.0, 800.0
-    assert "1 spike:\n  step 122, 900 times the median\n" in summary(recorded.run(200, norms=growing))
+    assert "1 spike:\n  step 122, 900 times the median\n" in summary(
+        recorded.run(200, norms=growing)
+    )
     growing[121] = np.nan
     text = summary(recorded.run(200, norms=growing, broken=[122]))
     assert (
-        "3 spikes:\n  step 122, not finite\n  step 123, 800 times the median\n  step 121, 6 times the median\n" in text
-    )
+        "3 spikes:\n  step 122, not finite\n  step 123, 800 times the median\n  step 121, 6 "
+        "times the median\n"
+    ) in text
 
 
 def test_a_rule_that_is_not_known() -> None:
@@ -348,7 +420,9 @@ def test_a_rule_that_is_not_known() -> None:
 
 
 def test_bounds_of_runs_that_skip() -> None:
-    """They are in the text of the rule; where they are the limits, or the thresholds, there is no other line."""
+    """They are in the text of the rule; where they are the limits, or the thresholds,
+    there is no other line.
+    """
     skipped, levels = np.arange(60) == 30, np.full(60, 3.0)
     for rule, bounds in {
         "uc.by_global_norm(1.0, skip_above=2.5e-3)": {2.5e-3},
@@ -357,23 +431,37 @@ def test_bounds_of_runs_that_skip() -> None:
     }.items():
         ax = plot(recorded.run(60, skipped=skipped, rule=rule), Figure().subplots())
         assert {
-            value for line in ax.get_lines() if line.get_label() == "skips above" for value in line.get_ydata()
+            value
+            for line in ax.get_lines()
+            if line.get_label() == "skips above"
+            for value in line.get_ydata()
         } == bounds
-    assert "skips above" not in lines(plot(recorded.run(60, skipped=skipped, thresholds=levels), Figure().subplots()))
+    assert "skips above" not in lines(
+        plot(recorded.run(60, skipped=skipped, thresholds=levels), Figure().subplots())
+    )
     text = summary(recorded.run(60, skipped=np.arange(60) > 20, thresholds=np.full(60, 0.01)))
-    assert text.startswith("39 of 60 steps skipped, the last 39 in a row: the bound 0.01 is below the usual norm 0.")
+    assert text.startswith(
+        "39 of 60 steps skipped, the last 39 in a row: the bound 0.01 is below the usual norm 0."
+    )
 
 
 def test_steps_in_a_row_that_are_not_finite() -> None:
     """Only the first is listed, so that the spike before them is seen."""
     text = summary(recorded.run(200, spikes=[95], broken=range(101, 201)))
-    assert [line.split(",")[0] for line in text.splitlines() if line.startswith("  ")] == ["  step 101", "  step 95"]
+    assert [line.split(",")[0] for line in text.splitlines() if line.startswith("  ")] == [
+        "  step 101",
+        "  step 95",
+    ]
 
 
 def test_what_a_summary_counts_as_clipped() -> None:
-    """Neither skipped steps nor those that are not finite are; of several norms it also says how many were."""
+    """Neither skipped steps nor those that are not finite are;
+    of several norms it also says how many were.
+    """
     skipped, shares = np.arange(20) < 12, np.where(np.arange(20) < 12, 1.0, 0.0)
-    record = recorded.run(20, norms=np.full(20, 0.5), skipped=skipped, shares=shares, factors=1 - shares)
+    record = recorded.run(
+        20, norms=np.full(20, 0.5), skipped=skipped, shares=shares, factors=1 - shares
+    )
     assert ": skipped 12, clipped 0 % of the others, not finite 0\n" in summary(record)
     record = recorded.run(20, norms=np.full(20, 5.0), shares=np.full(20, 0.25))
     assert ": clipped 100 % (25 % of the norms), skipped 0" in summary(record)
@@ -389,7 +477,9 @@ def test_what_is_written(name: str, file: Path, tmp_path: Path, command: Any) ->
     assert path.read_bytes().startswith(beginnings[path.suffix])
 
 
-@pytest.mark.parametrize("content", [None, "", "no record\n", '{"uniclip": 1}\n{"step": 1, "no\n{"step": 2}\n'])
+@pytest.mark.parametrize(
+    "content", [None, "", "no record\n", '{"uniclip": 1}\n{"step": 1, "no\n{"step": 2}\n']
+)
 def test_a_file_that_is_no_record(
     content: str | None, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,7 +494,9 @@ def test_a_file_that_is_no_record(
 
 
 @pytest.mark.parametrize("page", ["none/run.html", "run.jsonl", "run"])
-def test_a_file_that_cannot_be_written(page: str, file: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written(
+    page: str, file: Path, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is named, the status is 2, and the run stays as it was."""
     before = file.read_bytes()
     assert command(file, "-o", file.parent / page) == 2
@@ -414,10 +506,14 @@ def test_a_file_that_cannot_be_written(page: str, file: Path, command: Any, caps
     assert file.read_bytes() == before
 
 
-def test_control_characters(tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters(
+    tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing in a file acts on the terminal."""
     header = '{"uniclip": 1, "rule": "\\u001b[31mred\\u202e"}'
-    rows = [f'{{"step": {step}, "norm": 1.0, "leaves": {{"\\u001b]0;x": 1}}}}' for step in range(1, 60)]
+    rows = [
+        f'{{"step": {step}, "norm": 1.0, "leaves": {{"\\u001b]0;x": 1}}}}' for step in range(1, 60)
+    ]
     path = tmp_path / "run.jsonl"
     rows.append('{"step": 60, "norm": 99.0, "leaves": {"\\u001b]0;x": 99}}')
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")

@@ -29,7 +29,9 @@ def oracle(norms: Any, z: float, window: int) -> list[int]:
         if len(kept) >= EARLY:
             logs = np.log(kept[-window:])
             spread = max(1.48 * np.median(np.abs(logs - np.median(logs))), 0.05)
-            if norm > math.exp(np.median(logs)) * max(math.exp(z * spread), 2 if len(kept) >= FEWEST else 5):
+            if norm > math.exp(np.median(logs)) * max(
+                math.exp(z * spread), 2 if len(kept) >= FEWEST else 5
+            ):
                 found.append(step)
         kept += [norm] if norm > 0 else []
     return found
@@ -54,7 +56,9 @@ def test_against_a_loop(z: float, window: int) -> None:
 
 @pytest.mark.parametrize(("spread", "times"), [(0.0, 5), (0.2, 10), (0.5, 60)])
 def test_recall_and_false_alarms(spread: float, times: float) -> None:
-    """Of loud norms at least 95 % are found, and at most 2 of 1,000 others are listed: the noisier, the louder."""
+    """Of loud norms at least 95 % are found, and at most 2 of 1,000 others are listed:
+    the noisier, the louder.
+    """
     found = false = loud = others = 0
     for seed in range(5):
         norms = noisy(seed, 4000, spread)
@@ -80,7 +84,9 @@ def test_a_new_level_is_accepted() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.02, 0.05])
 def test_a_change_of_level_is_none(spread: float) -> None:
-    """Half as large again, as after a change of the learning rate or the data, is what norms are from then on."""
+    """Half as large again, as after a change of the learning rate or the data,
+    is what norms are from then on.
+    """
     norms = np.exp(spread * np.random.default_rng(0).normal(size=400))
     norms[200:] *= 1.5
     assert steps_of(of_norms(norms)) == []
@@ -101,22 +107,35 @@ def test_causal() -> None:
 
 
 def test_not_finite() -> None:
-    """What is not finite is a spike at once, also among the first; a norm that is not known is none."""
+    """What is not finite is a spike at once, also among the first.
+
+    A norm that is not known is none.
+    """
     norms = np.ones(100)
     norms[[2, 60]] = [math.nan, math.inf]
     first, second = spikes(of_norms(norms, skipped=np.arange(100) == 60))
     assert (first.step, second.step, first.skipped, second.skipped) == (3, 61, False, True)
-    assert all(math.isnan(value) for spike in (first, second) for value in (spike.norm, spike.ratio))
+    assert all(
+        math.isnan(value) for spike in (first, second) for value in (spike.norm, spike.ratio)
+    )
     norms[[2, 60]] = math.nan
     assert spikes(of_norms(norms, finite=np.ones(100, bool))) == []
 
 
 def test_few_norms() -> None:
-    """Nothing else is listed before there are 10 norms to compare with; 0 and what is not known are none.
+    """Nothing else is listed before there are 10 norms to compare with.
+
+    0 and what is not known are none.
 
     Before there are 20, a spike is five times their median, later twice.
     """
-    for step, times, found in [(9, 100.0, []), (10, 5.5, [11]), (10, 4.5, []), (19, 4.5, []), (20, 2.1, [21])]:
+    for step, times, found in [
+        (9, 100.0, []),
+        (10, 5.5, [11]),
+        (10, 4.5, []),
+        (19, 4.5, []),
+        (20, 2.1, [21]),
+    ]:
         norms = np.ones(40)
         norms[step] = times
         assert steps_of(of_norms(norms)) == found, step
@@ -134,7 +153,9 @@ def test_what_is_told() -> None:
 
 
 def test_fault_in_one_leaf() -> None:
-    """The leaf that a fault was put into is ranked first, at least 95 times in 100, whatever the leaves' sizes."""
+    """The leaf that a fault was put into is ranked first, at least 95 times in 100,
+    whatever the leaves' sizes.
+    """
     first = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
@@ -149,20 +170,28 @@ def test_fault_in_one_leaf() -> None:
         record = of_norms(norms)._replace(leaves=leaves[rows], leaf_steps=rows + 1, labels=labels)
         (spike,) = [spike for spike in spikes(record) if spike.step == 151]
         assert len(spike.leaves) == 5
-        assert [ratio for _, ratio in spike.leaves] == sorted((ratio for _, ratio in spike.leaves), reverse=True)
+        assert [ratio for _, ratio in spike.leaves] == sorted(
+            (ratio for _, ratio in spike.leaves), reverse=True
+        )
         first += spike.leaves[0][0] == labels[wrong]
     assert first >= 95, first
 
 
 def test_leaves_at_the_edges() -> None:
-    """A leaf that is not finite comes first; of one that was always 0 nothing is told, unless it is no longer."""
+    """A leaf that is not finite comes first; of one that was always 0 nothing is told,
+    unless it is no longer.
+    """
     norms = np.ones(50)
     norms[40] = math.nan
     leaves = np.asarray([[1.0, 0.0, 0.0, 2.0], [math.nan, 0.0, 1.0, 2.0]])
     labels = ["lost", "dead", "woken", "calm"]
-    (spike,) = spikes(of_norms(norms)._replace(leaves=leaves, leaf_steps=np.asarray([10, 41]), labels=labels))
+    (spike,) = spikes(
+        of_norms(norms)._replace(leaves=leaves, leaf_steps=np.asarray([10, 41]), labels=labels)
+    )
     assert spike.leaves == [("lost", math.inf), ("woken", math.inf), ("calm", 1.0)]
-    (spike,) = spikes(of_norms(norms)._replace(leaves=leaves[1:], leaf_steps=np.asarray([41]), labels=labels))
+    (spike,) = spikes(
+        of_norms(norms)._replace(leaves=leaves[1:], leaf_steps=np.asarray([41]), labels=labels)
+    )
     assert spike.leaves == [("lost", math.inf)]  # of the others nothing is known
 
 

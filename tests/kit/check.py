@@ -26,7 +26,10 @@ class Mismatch(AssertionError):
 
 
 class View(NamedTuple):
-    """What a report says of one rule, as lists of NumPy's arrays; ``None`` for a rule that measures nothing."""
+    """What a report says of one rule, as lists of NumPy's arrays.
+
+    ``None`` for a rule that measures nothing.
+    """
 
     norms: list[np.ndarray] | None
     limits: list[np.ndarray] | None
@@ -41,12 +44,17 @@ def views_of(plan: Plan, report: Any, fw: Framework) -> list[View]:
         return [View(*(None if one is None else list(arrays_of(one, fw)) for one in fields))]
     count = len(plan.parts)
     rows = zip(*[[None] * count if one is None else one for one in fields], strict=True)
-    return [View(*(None if one is None else list(arrays_of(one, fw)) for one in row)) for row in rows]
+    return [
+        View(*(None if one is None else list(arrays_of(one, fw)) for one in row)) for row in rows
+    ]
 
 
 def seen_of(plan: Plan, report: Any, fw: Framework) -> Any:
     """Return the limits and factors of a report as lists of arrays, for each rule of a chain."""
-    pairs = [None if view.limits is None else [view.limits, view.factors] for view in views_of(plan, report, fw)]
+    pairs = [
+        None if view.limits is None else [view.limits, view.factors]
+        for view in views_of(plan, report, fw)
+    ]
     return pairs if plan.kind == "chain" else pairs[0]
 
 
@@ -66,15 +74,23 @@ def arrays_of(values: Any, fw: Framework) -> Iterator[np.ndarray]:
 def same_tree(old: Any, new: Any) -> None:
     """Require the same containers, keys in their order, and ``None`` in the same places."""
     if isinstance(old, (dict, list, tuple)):
-        if type(old) is not type(new) or len(old) != len(new) or (isinstance(old, dict) and list(old) != list(new)):
+        if (
+            type(old) is not type(new)
+            or len(old) != len(new)
+            or (isinstance(old, dict) and list(old) != list(new))
+        ):
             raise Mismatch("tree", f"{old} became {new}")
-        for one, other in zip(*([x.values() if isinstance(x, dict) else x for x in (old, new)]), strict=True):
+        for one, other in zip(
+            *([x.values() if isinstance(x, dict) else x for x in (old, new)]), strict=True
+        ):
             same_tree(one, other)
     elif (old is None) is not (new is None):
         raise Mismatch("tree", f"{old} became {new}")
 
 
-def check_leaves(wanted: list[Leaf], given: list[np.ndarray], new: list[Any], fw: Framework, machine: Machine) -> None:
+def check_leaves(
+    wanted: list[Leaf], given: list[np.ndarray], new: list[Any], fw: Framework, machine: Machine
+) -> None:
     """Require dtype, shape, values and, where nothing was to be changed, the same bits."""
     if len(wanted) != len(new):
         raise Mismatch("tree", f"{len(wanted)} leaves became {len(new)}")
@@ -92,23 +108,33 @@ def check_leaves(wanted: list[Leaf], given: list[np.ndarray], new: list[Any], fw
             _check_values(leaf, values, same)
 
 
-def _check_bits(leaf: Leaf, old: np.ndarray, new: np.ndarray, same: np.ndarray, machine: Machine) -> None:
+def _check_bits(
+    leaf: Leaf, old: np.ndarray, new: np.ndarray, same: np.ndarray, machine: Machine
+) -> None:
     pairs = ((old.real, new.real), (old.imag, new.imag)) if np.iscomplexobj(old) else ((old, new),)
     for pair in pairs:
         one, other = (x.astype(np.float64) for x in pair)
-        equal = (one == other) & (np.signbit(one) == np.signbit(other)) | (np.isnan(one) & np.isnan(other))
+        equal = (one == other) & (np.signbit(one) == np.signbit(other)) | (
+            np.isnan(one) & np.isnan(other)
+        )
         if machine.flush:
             tiny = leaf.parts.precision.tiny
             equal |= (np.abs(one) < tiny) & (np.abs(other) < tiny)
         if not equal[same].all():
-            raise Mismatch("bits", f"{leaf.path}: {one[~equal & same][0]!r} became {other[~equal & same][0]!r}")
+            raise Mismatch(
+                "bits", f"{leaf.path}: {one[~equal & same][0]!r} became {other[~equal & same][0]!r}"
+            )
 
 
 def _check_values(leaf: Leaf, new: np.ndarray, same: np.ndarray) -> None:
     wide = np.asarray(new, np.clongdouble if np.iscomplexobj(new) else LONG)
     parts = np.stack([wide.real, wide.imag], axis=-1) if np.iscomplexobj(wide) else wide[..., None]
     nan = np.isnan(parts).any(axis=-1)
-    kept = np.isinf(parts[..., 0]) & (np.sign(parts[..., 0]) == leaf.signs) if parts.shape[-1] == 1 else np.bool_(False)
+    kept = (
+        np.isinf(parts[..., 0]) & (np.sign(parts[..., 0]) == leaf.signs)
+        if parts.shape[-1] == 1
+        else np.bool_(False)
+    )
     if (missing := leaf.bad & ~same & ~nan & ~kept).any():
         raise Mismatch("NaN is missing", f"{leaf.path}: {np.asarray(new)[missing][0]!r}")
     if (wrong := nan & ~leaf.bad).any():
@@ -147,11 +173,17 @@ def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework) -> None:
 
 def _check_view(view: View, out: Outcome) -> None:
     thresholds = out.thresholds
-    if out.labels is not None and view.thresholds is not None:  # that of an absent group may have a threshold
+    # that of an absent group may have a threshold
+    if out.labels is not None and view.thresholds is not None:
         thresholds = thresholds or out.limits
     if (thresholds is None) is not (view.thresholds is None):
         raise Mismatch("threshold", f"{view.thresholds} instead of {thresholds}")
-    wanted = {"norm": out.norms, "limit": out.limits, "factor": out.factors, "threshold": thresholds}
+    wanted = {
+        "norm": out.norms,
+        "limit": out.limits,
+        "factor": out.factors,
+        "threshold": thresholds,
+    }
     for (name, spans), found in zip(wanted.items(), view, strict=True):
         if len(found or []) != len(spans or []):
             raise Mismatch("report", f"{len(found)} values for {name}, {len(spans)} groups")
@@ -165,9 +197,15 @@ def _dtype(unit: Precision) -> Any:
 
 def _check_number(name: str, array: np.ndarray, span: Span, out: Outcome, number: int) -> None:
     n, bad = out.norms[number], out.broken[number]
-    dtypes = {_dtype(n.precision), _dtype(out.widest)} if name == "norm" else {_dtype(n.precision), np.dtype(float)}
+    dtypes = (
+        {_dtype(n.precision), _dtype(out.widest)}
+        if name == "norm"
+        else {_dtype(n.precision), np.dtype(float)}
+    )
     if array.dtype not in dtypes or (name == "norm" and array.shape != n.shape):
-        raise Mismatch("report", f"{name} of {array.dtype} {array.shape} for {_dtype(n.precision)} {n.shape}")
+        raise Mismatch(
+            "report", f"{name} of {array.dtype} {array.shape} for {_dtype(n.precision)} {n.shape}"
+        )
     values = np.broadcast_to(array, n.shape).astype(LONG) if name != "norm" else array.astype(LONG)
     tiny, largest = n.precision.tiny, n.precision.largest
     if name == "norm" and (np.isfinite(values) == bad).any():
@@ -176,14 +214,25 @@ def _check_number(name: str, array: np.ndarray, span: Span, out: Outcome, number
     if name == "factor" and (np.isnan(values) != nan).any():
         raise Mismatch("factor", f"{values}, NaN wanted: {nan}")
     lo, hi = (np.broadcast_to(np.where(nan, 0, end), n.shape) for end in (span.lo, span.hi))
-    lo = np.where(lo > largest, largest, np.where((lo > 0) & (lo < tiny / n.precision.ulp), lo - tiny, lo))
+    lo = np.where(
+        lo > largest, largest, np.where((lo > 0) & (lo < tiny / n.precision.ulp), lo - tiny, lo)
+    )
     hi = hi + tiny * ((hi > 0) & (hi < tiny / n.precision.ulp))
     top = np.inf if name == "norm" else float(np.finfo(array.dtype).max)
-    fits = ((values >= lo) & (values <= np.minimum(hi, top))) | nan | ((name == "limit") & (n.lo <= 0))
+    fits = (
+        ((values >= lo) & (values <= np.minimum(hi, top))) | nan | ((name == "limit") & (n.lo <= 0))
+    )
     if name == "factor":
-        fits |= (hi == 1) & (lo < 1) & (values == 1 + 2 * n.precision.ulp)  # a library's own tanh, say
+        # A library's own tanh, say.
+        fits |= (hi == 1) & (lo < 1) & (values == 1 + 2 * n.precision.ulp)
     if not fits.all():
-        raise Mismatch(name, f"{np.asarray(values, float)[~fits][0]!r}, not in {Span(lo, hi, n.precision)[~fits][0]}")
+        raise Mismatch(
+            name,
+            (
+                f"{np.asarray(values, float)[~fits][0]!r}, not in "
+                f"{Span(lo, hi, n.precision)[~fits][0]}"
+            ),
+        )
 
 
 def _check_flags(out: Outcome, report: Any, fw: Framework) -> None:
@@ -191,7 +240,11 @@ def _check_flags(out: Outcome, report: Any, fw: Framework) -> None:
         if any([getattr(report, name) is not None for name in FIELDS]):
             raise Mismatch("report", f"{report} of a rule that measures no norm")
         return
-    for name, wanted in (("clipped", out.clipped), ("finite", out.finite), ("skipped", out.skipped)):
+    for name, wanted in (
+        ("clipped", out.clipped),
+        ("finite", out.finite),
+        ("skipped", out.skipped),
+    ):
         found = getattr(report, name)
         if name == "skipped" and not out.skips:
             if found is not None:
@@ -204,15 +257,33 @@ def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
     """Require what a logger shows to be what the fields say."""
     columns: dict[str, list[Any]] = {}
     for view in views:
-        flat = [None if some is None else [np.ravel(one).astype(LONG) for one in some if one.size] for some in view]
-        norms, limits, factors, thresholds = (np.concatenate(some) if some else None for some in flat)
+        flat = [
+            None if some is None else [np.ravel(one).astype(LONG) for one in some if one.size]
+            for some in view
+        ]
+        norms, limits, factors, thresholds = (
+            np.concatenate(some) if some else None for some in flat
+        )
         if norms is not None:
-            dtype = np.result_type(*view.factors or [])  # in which their product may go beyond its range
-            row = {"norm": np.max(norms), "limit": np.min(limits), "factor": np.min(factors).astype(dtype)}
-            row |= {"share": np.mean(factors != 1)} | ({} if thresholds is None else {"threshold": np.min(thresholds)})
+            # in which their product may go beyond its range
+            dtype = np.result_type(*view.factors or [])
+            row = {
+                "norm": np.max(norms),
+                "limit": np.min(limits),
+                "factor": np.min(factors).astype(dtype),
+            }
+            row |= {"share": np.mean(factors != 1)} | (
+                {} if thresholds is None else {"threshold": np.min(thresholds)}
+            )
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-    join = {"norm": np.max, "limit": np.min, "factor": np.multiply.reduce, "share": np.max, "threshold": np.min}
+    join = {
+        "norm": np.max,
+        "limit": np.min,
+        "factor": np.multiply.reduce,
+        "share": np.max,
+        "threshold": np.min,
+    }
     wanted = {f"clip/{name}": join[name](values) for name, values in columns.items()}
     if wanted and report.skipped is not None:
         wanted["clip/skipped"] = float(bool(numpy_of(report.skipped, fw)))
@@ -220,7 +291,11 @@ def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
     exact = {name: 1e-5 if name in {"clip/share", "clip/factor"} else 0.0 for name in wanted}
     if set(found) != set(wanted) or not all(
         np.isclose(
-            found[name], float(value), rtol=exact[name], atol=1e-37 if exact[name] else SUBNORMAL, equal_nan=True
+            found[name],
+            float(value),
+            rtol=exact[name],
+            atol=1e-37 if exact[name] else SUBNORMAL,
+            equal_nan=True,
         )
         for name, value in wanted.items()
     ):
@@ -233,7 +308,9 @@ def _check_text(views: list[View], out: Outcome, report: Any) -> None:
     flat = [[np.ravel(n) for n in view.norms or [] if n.size] for view in views]
     tops = [np.max(np.concatenate(some)) for some in flat if some]
     # XLA's maximum of subnormal numbers is 0.
-    words = [f"norm {float(top):.3g}" for top in tops if math.isfinite(top) and not 0 < top < 1.2e-38]
+    words = [
+        f"norm {float(top):.3g}" for top in tops if math.isfinite(top) and not 0 < top < 1.2e-38
+    ]
     words += ["not finite"] if tops and not out.finite else []
     if repr(report) != f"<Report: {text}>" or not all(word in text for word in words):
         raise Mismatch("text", f"{text!r} without one of {words}")

@@ -1,4 +1,6 @@
-"""What uniclip promises, once: the tests run each program and each check, and the docs print the table."""
+"""What uniclip promises, once: the tests run each program and each check,
+and the docs print the table.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,18 @@ __all__ = ["PROMISES", "Program", "Promise", "dtypes", "table"]
 SPARSE = dict.fromkeys(["NumPy", "array-api-strict", "MLX"], "the framework has no sparse arrays")
 SPARSE["torch.compile"] = "`torch.compile` does not take sparse tensors"
 NOT_NUMPY = ["array-api-strict", "MLX", "PyTorch", "TensorFlow", "JAX"]
-NOT_TORCH = dict.fromkeys(["NumPy", "array-api-strict", "MLX", "TensorFlow", "JAX"], "it has nothing of the kind")
-ONE_LAYOUT = dict.fromkeys(["array-api-strict", "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts")
+NOT_TORCH = dict.fromkeys(
+    ["NumPy", "array-api-strict", "MLX", "TensorFlow", "JAX"], "it has nothing of the kind"
+)
+ONE_LAYOUT = dict.fromkeys(
+    ["array-api-strict", "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts"
+)
 
 PROMISES = [
     Promise(
         "norm ≤ limit",
-        "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow and JAX on the CPU as the same "
-        "arrays",
+        "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow and JAX on the "
+        "CPU as the same arrays",
         (programs.Below(),),
     ),
     Promise(
@@ -39,14 +45,17 @@ PROMISES = [
     ),
     Promise(
         "a limit that learns",
-        "follows its formula: what is not clipped is learned, of the rest what is left; spikes of the loss count too",
+        (
+            "follows its formula: what is not clipped is learned, of the rest what is left; spikes "
+            "of the loss count too"
+        ),
         (programs.Learns(),),
     ),
     Promise(
         "accuracy",
-        "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 entries, 3 million equal ones, whose rounding "
-        "errors all have one sign (≤ 1.5·10⁻⁶ in TensorFlow graphs without XLA), and rows and columns of 2 million; "
-        "≤ 2·10⁻⁶ for half precision",
+        "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 entries, 3 million equal "
+        "ones, whose rounding errors all have one sign (≤ 1.5·10⁻⁶ in TensorFlow graphs without "
+        "XLA), and rows and columns of 2 million; ≤ 2·10⁻⁶ for half precision",
         (programs.Accurate(), programs.EqualEntries(), programs.AlongAxes()),
     ),
     Promise(
@@ -72,16 +81,28 @@ PROMISES = [
     ),
     Promise(
         "finite gradients under a debugger",
-        "no NaN and no ∞ on the way nor in reports and states: `tf.debugging.enable_check_numerics`, `jax_debug_nans`, "
-        "`jax_debug_infs`, `detect_anomaly` let them pass; the limit of a norm that nothing limits is the largest "
+        "no NaN and no ∞ on the way nor in reports and states: "
+        "`tf.debugging.enable_check_numerics`, `jax_debug_nans`, `jax_debug_infs`, "
+        "`detect_anomaly` let them pass; the limit of a norm that nothing limits is the largest "
         "number of its dtype",
         check=checks.under_a_debugger,
     ),
-    Promise("limit = ∞", "the norm is measured, and the gradients come back bit for bit", (programs.OnlyMeasures(),)),
-    Promise("limit = 0", "all gradients become 0, never NaN, also if they were 0", (programs.ZeroLimit(),)),
+    Promise(
+        "limit = ∞",
+        "the norm is measured, and the gradients come back bit for bit",
+        (programs.OnlyMeasures(),),
+    ),
+    Promise(
+        "limit = 0",
+        "all gradients become 0, never NaN, also if they were 0",
+        (programs.ZeroLimit(),),
+    ),
     Promise(
         "limit < 0 or NaN",
-        "`ValueError` with the argument and the value; NaN gradients where the limit is an array that cannot be read",
+        (
+            "`ValueError` with the argument and the value; NaN gradients where the limit is an "
+            "array that cannot be read"
+        ),
         (programs.BadLimit(),),
         checks.bad_limits,
     ),
@@ -95,7 +116,11 @@ PROMISES = [
         "all entries that share its norm become NaN; the others are clipped as usual",
         (programs.Propagates(),),
     ),
-    Promise('… and `nonfinite="skip"`', "all gradients become 0, and `report.finite` is false", (programs.Skips(),)),
+    Promise(
+        '… and `nonfinite="skip"`',
+        "all gradients become 0, and `report.finite` is false",
+        (programs.Skips(),),
+    ),
     Promise(
         '… and `nonfinite="zero"`',
         "the entries that are not finite become 0, the rest is clipped",
@@ -103,7 +128,10 @@ PROMISES = [
     ),
     Promise(
         '… and `nonfinite="raise"`',
-        "`FloatingPointError` that names the leaves; in traced code a `TypeError` that names the other policies",
+        (
+            "`FloatingPointError` that names the leaves; in traced code a `TypeError` that names "
+            "the other policies"
+        ),
         check=checks.raises,
     ),
     Promise(
@@ -113,8 +141,8 @@ PROMISES = [
     ),
     Promise(
         "a state that is saved and loaded",
-        "later steps are the same, to the bit; `ValueError` that names the leaves or the rules where it is that of "
-        "other leaves or of another rule, before anything is changed",
+        "later steps are the same, to the bit; `ValueError` that names the leaves or the rules "
+        "where it is that of other leaves or of another rule, before anything is changed",
         check=checks.saved_states,
     ),
     Promise(
@@ -124,7 +152,10 @@ PROMISES = [
     ),
     Promise(
         "sparse gradients",
-        "stay sparse, beside dense ones too; rows that occur twice are summed first, and come back so where clipped",
+        (
+            "stay sparse, beside dense ones too; rows that occur twice are summed first, and come "
+            "back so where clipped"
+        ),
         (programs.Sparse(),),
         exceptions=SPARSE,
     ),
@@ -168,19 +199,28 @@ PROMISES = [
     ),
     Promise(
         "in place, `uc.clip_`",
-        "writes into NumPy and PyTorch arrays the values that `uc.clip` returns; elsewhere `TypeError`",
+        (
+            "writes into NumPy and PyTorch arrays the values that `uc.clip` returns; elsewhere "
+            "`TypeError`"
+        ),
         (programs.InPlace(),),
         checks.in_place,
     ),
     Promise(
         "… and PyTorch's kinds of tensors",
-        "are written: sparse ones, those that have a graph, and in inference mode its own, which are refused elsewhere",
+        (
+            "are written: sparse ones, those that have a graph, and in inference mode its own, "
+            "which are refused elsewhere"
+        ),
         check=checks.tensors_in_place,
         exceptions=NOT_TORCH,
     ),
     Promise(
         "… and views of one array",
-        "are written where each lies in a stretch of memory of its own; else `ValueError` that names both",
+        (
+            "are written where each lies in a stretch of memory of its own; else `ValueError` that "
+            "names both"
+        ),
         check=checks.overlaps,
         exceptions=ONE_LAYOUT,
     ),
@@ -194,7 +234,9 @@ PROMISES = [
         "derivative through the clip",
         "exact where the square of the norm is in range, and finite at zero",
         check=checks.slopes,
-        exceptions=dict.fromkeys(["NumPy", "array-api-strict"], "it takes no derivatives of array API code"),
+        exceptions=dict.fromkeys(
+            ["NumPy", "array-api-strict"], "it takes no derivatives of array API code"
+        ),
     ),
 ]
 
@@ -221,23 +263,39 @@ WAYS = {
 
 
 def table() -> str:
-    """Return the promises as Markdown tables, with the reason for every framework where one cannot hold."""
+    """Return the promises as Markdown tables, with the reason for every framework where one
+    cannot hold.
+    """
     lines = []
     for promise in PROMISES:
         if promise.case in HEADINGS:
-            lines += ["", f"### {HEADINGS[promise.case]}", "", "| case | what happens |", "| :-- | :-- |"]
+            lines += [
+                "",
+                f"### {HEADINGS[promise.case]}",
+                "",
+                "| case | what happens |",
+                "| :-- | :-- |",
+            ]
         said = [_capital(promise.what) + ".", *_except(promise)]
         lines.append(f"| {_capital(promise.case)} | {' '.join(said)} |")
     return "\n".join(lines).lstrip() + "\n"
 
 
 def dtypes() -> str:
-    """Return the dtypes that each family of frameworks is tested with, and the reason for each that it is not."""
+    """Return the dtypes that each family of frameworks is tested with,
+    and the reason for each that it is not.
+    """
     lines = ["| framework | tested with |", "| :-- | :-- |"]
     for family, classes in _families().items():
         missing = [cls.missing for cls in classes]
-        nowhere = {dtype: missing[0][dtype] for dtype in ALL_DTYPES if all(dtype in names for names in missing)}
-        partly = {dtype: why for names in missing for dtype, why in names.items() if dtype not in nowhere}
+        nowhere = {
+            dtype: missing[0][dtype]
+            for dtype in ALL_DTYPES
+            if all(dtype in names for names in missing)
+        }
+        partly = {
+            dtype: why for names in missing for dtype, why in names.items() if dtype not in nowhere
+        }
         said = [f"all but {_listed(nowhere)}" if nowhere else "all"]
         said += [_listed(partly, "{} {}")] if partly else []
         lines.append(f"| {family} | {'; '.join(said)} |")

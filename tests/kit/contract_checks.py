@@ -1,4 +1,6 @@
-"""The promises that cannot be traced: errors, the very same objects, memory that is written, files, processes."""
+"""The promises that cannot be traced: errors, the very same objects, memory that is written,
+files, processes.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,48 @@ from kit.promise import run_eagerly
 Accurate.size = 2_000_000
 for program in (Accurate(), AlongAxes(), EqualEntries()):
     run_eagerly(Framework(), uniclip, program)
-print(json.dumps([lib["architecture"] for lib in threadpool_info() if lib["internal_api"] == "openblas"]))
+blas = [lib for lib in threadpool_info() if lib["internal_api"] == "openblas"]
+print(json.dumps([lib["architecture"] for lib in blas]))
 """
 
 
 def accurate_on_other_processors(fw: Framework, uc: Any) -> None:
     """Measure with each of some kernels of OpenBLAS, in a process of its own."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     for kernel in KERNELS:
         env = os.environ | {"OPENBLAS_CORETYPE": kernel, "PYTHONPATH": path}
         command = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=60
+        )
         assert done.returncode == 0, f"{kernel}: {done.stderr}"
         if platform.machine() in {"x86_64", "AMD64"}:  # where OpenBLAS has these kernels
             assert json.loads(done.stdout) in ([], [kernel])
 
 
 def under_a_debugger(fw: Framework, uc: Any) -> None:
-    """Take steps of finite gradients, with a leaf that is always zero, while the framework stops at NaN and ∞."""
+    """Take steps of finite gradients, with a leaf that is always zero,
+    while the framework stops at NaN and ∞.
+    """
     drawn = np.random.default_rng(0).standard_normal((4, 3))
-    params, rules = {"w": fw.array(drawn), "b": [fw.array(drawn[0]), None], "z": fw.array([0.0, 0.0])}, []
-    rules += [uc.by_global_norm(1.0), uc.by_norm(1.0, axis=-1), uc.agc(0.1), uc.by_global_norm(math.inf)]
-    rules += [uc.zclip(warmup=2), uc.adagc(warmup=1), uc.autoclip(window=3), uc.skip_spikes(window=3, warmup=2)]
+    params, rules = (
+        {"w": fw.array(drawn), "b": [fw.array(drawn[0]), None], "z": fw.array([0.0, 0.0])},
+        [],
+    )
+    rules += [
+        uc.by_global_norm(1.0),
+        uc.by_norm(1.0, axis=-1),
+        uc.agc(0.1),
+        uc.by_global_norm(math.inf),
+    ]
+    rules += [
+        uc.zclip(warmup=2),
+        uc.adagc(warmup=1),
+        uc.autoclip(window=3),
+        uc.skip_spikes(window=3, warmup=2),
+    ]
     for rule in rules:
         with fw.debugged():
             state = rule.init(params)
@@ -87,8 +109,13 @@ def raises(fw: Framework, uc: Any) -> None:
 
 
 def saved_states(fw: Framework, uc: Any) -> None:
-    """Stop and go on as if nothing had been; a state of other leaves or of another rule is refused, and not half."""
-    steps = [{"a": fw.array([3.0 * by, 4.0 * by]), "b": fw.array([by])} for by in (1.0, 1.2, 0.9, 5.0)]
+    """Stop and go on as if nothing had been.
+
+    A state of other leaves or of another rule is refused, and not half.
+    """
+    steps = [
+        {"a": fw.array([3.0 * by, 4.0 * by]), "b": fw.array([by])} for by in (1.0, 1.2, 0.9, 5.0)
+    ]
     for rule in (uc.adagc(warmup=1), uc.percentile_clipping(50, 3), uc.zclip(warmup=2)):
         clipper, anew, other = uc.Clipper(rule), uc.Clipper(rule), uc.Clipper(uc.log_zscore())
         for grads in steps[:3]:
@@ -119,7 +146,11 @@ def empty_trees(fw: Framework, uc: Any) -> None:
 def wrong_leaves(fw: Framework, uc: Any) -> None:
     """Give a number for an array, and arrays of two frameworks."""
     stranger = (Strict if fw.family == "NumPy" else Framework)().array([2.0])
-    calls = (lambda g: uc.clip_by_global_norm(g, 1.0), lambda g: uc.clip_by_value(g, -1, 1), uc.global_norm)
+    calls = (
+        lambda g: uc.clip_by_global_norm(g, 1.0),
+        lambda g: uc.clip_by_value(g, -1, 1),
+        uc.global_norm,
+    )
     for call in calls:
         with pytest.raises(TypeError, match=r"grads\['w'\]\[1\] is a float.*array"):
             call({"w": [fw.array([1.0]), 2.0]})
@@ -128,7 +159,10 @@ def wrong_leaves(fw: Framework, uc: Any) -> None:
 
 
 def nothing_changes_before_an_error(fw: Framework, uc: Any) -> None:
-    """Have a fault in the last leaf, or in the rule; the first leaf is above every limit, and errors are short."""
+    """Have a fault in the last leaf, or in the rule.
+
+    The first leaf is above every limit, and errors are short.
+    """
     many = np.linspace(0.12345, 1, 3000)
     half = lambda grad: grad * 0.5 if tuple(grad.shape) == (2,) else None
     cases: list[tuple[Any, Any]] = [
@@ -152,7 +186,10 @@ def nothing_changes_before_an_error(fw: Framework, uc: Any) -> None:
 
 
 def in_place(fw: Framework, uc: Any) -> None:
-    """Write into the very arrays, one memory once; what stays is not written, and what cannot be written is refused."""
+    """Write into the very arrays, one memory once.
+
+    What stays is not written, and what cannot be written is refused.
+    """
     grads = tree(fw)
     before = leaves(grads)
     if not fw.writes:
@@ -177,11 +214,16 @@ def in_place(fw: Framework, uc: Any) -> None:
 
 
 def tensors_in_place(fw: Framework, uc: Any) -> None:
-    """Write into sparse tensors, into those that have a graph, and into those of inference mode while it lasts."""
+    """Write into sparse tensors, into those that have a graph,
+    and into those of inference mode while it lasts.
+    """
     import torch
 
     for rule in (uc.by_global_norm(1.0), uc.by_value(-2.0, 2.0)):
-        for sparse in (fw.sparse((10, 1), [7, 3, 7], [[1.0], [4.0], [2.0]]), torch.eye(3).mul(9).to_sparse_csr()):
+        for sparse in (
+            fw.sparse((10, 1), [7, 3, 7], [[1.0], [4.0], [2.0]]),
+            torch.eye(3).mul(9).to_sparse_csr(),
+        ):
             wanted = uc.clip(sparse, rule)[0].to_dense()
             uc.clip_([sparse], rule)
             assert torch.equal(sparse.to_dense(), wanted)
@@ -199,7 +241,10 @@ def tensors_in_place(fw: Framework, uc: Any) -> None:
 
 
 def slopes(fw: Framework, uc: Any) -> None:
-    """Derive through the clip above the limit, below it, and at zero; beside a leaf that is all zeros too."""
+    """Derive through the clip above the limit, below it, and at zero.
+
+    Beside a leaf that is all zeros too.
+    """
 
     def total(x: Any) -> Any:
         clipped = uc.clip_by_global_norm([x, x * 0], 1.0)[0][0]
@@ -214,7 +259,9 @@ def slopes(fw: Framework, uc: Any) -> None:
 
 
 def strange_arrays(fw: Framework) -> tuple[list[Any], list[Any]]:
-    """Return arrays whose entries lie in memory in other ways, beside those that are drawn, and fixed ones."""
+    """Return arrays whose entries lie in memory in other ways, beside those that are drawn,
+    and fixed ones.
+    """
     drawn = np.random.default_rng(0).standard_normal((6, 4)).astype("float32")
     if fw.family == "PyTorch":
         import torch
@@ -226,13 +273,22 @@ def strange_arrays(fw: Framework) -> tuple[list[Any], list[Any]]:
     frozen = np.ones(2)
     frozen.flags.writeable = False
     overlapping = np.lib.stride_tricks.as_strided(np.ones(4), (3, 2), (8, 8))
-    odd = [np.asfortranarray(drawn), np.transpose(drawn.reshape(2, 3, 4), (2, 0, 1)), drawn.astype(">f4")]
+    odd = [
+        np.asfortranarray(drawn),
+        np.transpose(drawn.reshape(2, 3, 4), (2, 0, 1)),
+        drawn.astype(">f4"),
+    ]
     return odd, [frozen, np.broadcast_to(np.ones(2), (3, 2)), overlapping, np.float64(3)]
 
 
 def memory(fw: Framework, uc: Any) -> None:
-    """Clip arrays of any layout, in their own memory too; refuse those that cannot be written, before any other."""
-    settled = lambda array: fw.numpy(array.resolve_conj().resolve_neg() if fw.family == "PyTorch" else array)
+    """Clip arrays of any layout, in their own memory too.
+
+    Refuse those that cannot be written, before any other.
+    """
+    settled = lambda array: fw.numpy(
+        array.resolve_conj().resolve_neg() if fw.family == "PyTorch" else array
+    )
     for rule in (uc.by_global_norm(1.0), uc.by_norm(0.5, axis=-1), uc.by_norm(0.5, axis=0)):
         for array in strange_arrays(fw)[0]:
             wanted = uc.clip(np.array(settled(array), order="C"), rule)[0]
@@ -248,7 +304,10 @@ def memory(fw: Framework, uc: Any) -> None:
 
 
 def overlaps(fw: Framework, uc: Any) -> None:
-    """Clip views of one array that lie one after the other; refuse those that overlap, or whose entries alternate."""
+    """Clip views of one array that lie one after the other.
+
+    Refuse those that overlap, or whose entries alternate.
+    """
     whole = fw.array(np.zeros((4, 2)))
     upper, lower = whole[:2], whole[2:]
     upper[...], lower[...] = 3.0, 4.0
@@ -257,7 +316,13 @@ def overlaps(fw: Framework, uc: Any) -> None:
     report = uc.clip_([lower.T, upper.T], uc.by_global_norm(5.0))
     close_leaves(fw, [report.norms, whole], [10.0, [[1.5, 1.5]] * 2 + [[2.0, 2.0]] * 2])
     x = fw.array(np.arange(10.0))
-    views = ([x, x[1:]], [x[:6], x[4:]], [x.reshape(2, 5), x.reshape(5, 2)], [x, x[::2]], [x.reshape(2, 5), x])
+    views = (
+        [x, x[1:]],
+        [x[:6], x[4:]],
+        [x.reshape(2, 5), x.reshape(5, 2)],
+        [x, x[::2]],
+        [x.reshape(2, 5), x],
+    )
     views += ([x[::2], x[1::2]], [x.reshape(5, 2)[:, 0], x.reshape(5, 2)[:, 1]])
     for some in views:
         with pytest.raises(ValueError, match=r"grads\[0\] and grads\[1\].*uc\.clip"):
@@ -272,9 +337,24 @@ def takes_any_number(fw: Framework, uc: Any) -> None:
 
     low, high = np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[1.5, 1.5], [0.3, 0.4]])
     grads, shrunk = [fw.array(low)], low * 1.5 / math.sqrt(25.25)
-    for value in (Fraction(3, 2), Decimal("1.5"), np.float16(1.5), np.float32(1.5), np.asarray(1.5), fw.array(1.5)):
-        bounded, learning = uc.clip_by_value(grads, -value, value), uc.Clipper(uc.zclip(value, warmup=2))(grads)
-        used = [uc.clip_by_global_norm(grads, value)[0], uc.clip_by_norm(grads, value), bounded, learning]
+    for value in (
+        Fraction(3, 2),
+        Decimal("1.5"),
+        np.float16(1.5),
+        np.float32(1.5),
+        np.asarray(1.5),
+        fw.array(1.5),
+    ):
+        bounded, learning = (
+            uc.clip_by_value(grads, -value, value),
+            uc.Clipper(uc.zclip(value, warmup=2))(grads),
+        )
+        used = [
+            uc.clip_by_global_norm(grads, value)[0],
+            uc.clip_by_norm(grads, value),
+            bounded,
+            learning,
+        ]
         close_leaves(fw, used, [shrunk, shrunk, high, low])
 
 

@@ -1,4 +1,6 @@
-"""The promises that make values: each is a program of arrays, which runs eagerly or is traced with all others."""
+"""The promises that make values: each is a program of arrays,
+which runs eagerly or is traced with all others.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,28 @@ def along(axis: int) -> Callable[[list[Any], float], list[np.ndarray]]:
 
 
 def each(p: float = 2, power: float = 0.0) -> Callable[[list[Any], float], list[np.ndarray]]:
-    """Return what clips arrays that each have their norm, in float64; limits grow with a power of the size."""
-    return lambda arrays, limit: [by_hand([array], limit * array.size**power, p)[0] for array in arrays]
+    """Return what clips arrays that each have their norm, in float64.
+
+    Limits grow with a power of the size.
+    """
+    return lambda arrays, limit: [
+        by_hand([array], limit * array.size**power, p)[0] for array in arrays
+    ]
 
 
-RULES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[list[Any], float], list[np.ndarray]]]] = {
+RULES: dict[
+    str, tuple[Callable[[Any, Any], Any], Callable[[list[Any], float], list[np.ndarray]]]
+] = {
     "global": (lambda uc, limit: uc.by_global_norm(limit), by_hand),
     "leaf": (lambda uc, limit: uc.by_norm(limit), each()),
     "rows": (lambda uc, limit: uc.by_norm(limit, axis=-1), along(-1)),
     "columns": (lambda uc, limit: uc.by_norm(limit, axis=0), along(0)),
     "L1": (lambda uc, limit: uc.by_global_norm(limit, ord=1), partial(by_hand, p=1)),
     "L3": (lambda uc, limit: uc.by_norm(limit, ord=3), each(3)),
-    "Linf": (lambda uc, limit: uc.by_global_norm(limit, ord=math.inf), partial(by_hand, p=math.inf)),
+    "Linf": (
+        lambda uc, limit: uc.by_global_norm(limit, ord=math.inf),
+        partial(by_hand, p=math.inf),
+    ),
     "average": (lambda uc, limit: uc.by_average_norm(limit), each(power=1.0)),
     "rms": (lambda uc, limit: uc.by_block_rms(limit), each(power=0.5)),
 }
@@ -77,7 +89,10 @@ def wide(dtype: str) -> str:
 
 def tree(fw: Framework, dtype: str = "float32", by: float = 1.0) -> Grads:
     """Return a small tree of gradients of global norm 13·by."""
-    return {"w": fw.array([[3.0 * by, -4.0 * by]], dtype), "b": [fw.array([12.0 * by, 0.0], dtype), None]}
+    return {
+        "w": fw.array([[3.0 * by, -4.0 * by]], dtype),
+        "b": [fw.array([12.0 * by, 0.0], dtype), None],
+    }
 
 
 def numbers(fw: Framework, grads: Any) -> list[np.ndarray]:
@@ -85,14 +100,18 @@ def numbers(fw: Framework, grads: Any) -> list[np.ndarray]:
     return [fw.dense(leaf) if is_sparse(leaf) else fw.numpy(leaf) for leaf in leaves(grads)]
 
 
-def close_leaves(fw: Framework, found: Any, wanted: list[Any], dtype: str = "float32", ulps: float = 4) -> None:
+def close_leaves(
+    fw: Framework, found: Any, wanted: list[Any], dtype: str = "float32", ulps: float = 4
+) -> None:
     """Require the leaves to be equal to NumPy's to a few units in the last place of a dtype."""
     for new, array in zip(leaves(found), wanted, strict=True):
         close(fw, new, array, dtype, ulps)
 
 
 def same_bits(fw: Framework, found: Any, wanted: Any) -> None:
-    """Require the leaves of two trees of a framework to be equal, NaN to NaN, in dtype and shape too."""
+    """Require the leaves of two trees of a framework to be equal, NaN to NaN,
+    in dtype and shape too.
+    """
     for new, array in zip(numbers(fw, found), numbers(fw, wanted), strict=True):
         np.testing.assert_array_equal(new, array, strict=True)
 
@@ -113,7 +132,9 @@ class Below(Program):
         def unclipped(dtype: str, grads: Any) -> Any:
             rules = norm_rules(uc)
             some = rules.values() if dtype == "float32" else [rules["rows"]]
-            results = [uc.clip(grads, rule(100.0)) for rule in some] + [uc.clip(grads, uc.by_global_norm(13.0))]
+            results = [uc.clip(grads, rule(100.0)) for rule in some] + [
+                uc.clip(grads, uc.by_global_norm(13.0))
+            ]
             return [[clipped, report.clipped] for clipped, report in results]
 
         return {dtype: unclipped(dtype, grads) for dtype, grads in given.items()}
@@ -128,13 +149,18 @@ class Below(Program):
 
 
 class Above(Program):
-    """Above the limit the direction stays, in every dtype, and what share a norm is as the definition says."""
+    """Above the limit the direction stays, in every dtype,
+    and what share a norm is as the definition says.
+    """
 
     limit = 0.5
 
     def arrays(self, fw: Framework) -> Any:
         drawn = 2 * np.random.default_rng(0).standard_normal((3, 2))
-        return {dtype: {"drawn": fw.array(drawn, dtype), **tree(fw, dtype, by=0.1)} for dtype in floats(fw)}
+        return {
+            dtype: {"drawn": fw.array(drawn, dtype), **tree(fw, dtype, by=0.1)}
+            for dtype in floats(fw)
+        }
 
     def run(self, uc: Any, given: Any) -> Any:
         def clipped(dtype: str, grads: Any) -> Any:
@@ -143,7 +169,10 @@ class Above(Program):
             return {name: uc.clip(grads, rules[name](self.limit))[0] for name in names}
 
         found = {dtype: clipped(dtype, grads) for dtype, grads in given.items()}
-        return [found, {dtype: uc.clip_by_global_norm(grads, self.limit)[1] for dtype, grads in given.items()}]
+        return [
+            found,
+            {dtype: uc.clip_by_global_norm(grads, self.limit)[1] for dtype, grads in given.items()},
+        ]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         clipped, norms = found
@@ -176,8 +205,14 @@ class Keeps(Program):
 
     def run(self, uc: Any, given: Any) -> Any:
         every, limit = given
-        alone = {dtype: list(uc.clip_by_global_norm(grads, limit)) for dtype, grads in every.items()}
-        mixed = [uc.clip_by_norm(every, 1.0), uc.clip_by_global_norm(every, 1.0)[0], uc.clip_by_norm(every, 100.0)]
+        alone = {
+            dtype: list(uc.clip_by_global_norm(grads, limit)) for dtype, grads in every.items()
+        }
+        mixed = [
+            uc.clip_by_norm(every, 1.0),
+            uc.clip_by_global_norm(every, 1.0)[0],
+            uc.clip_by_norm(every, 100.0),
+        ]
         return [alone, mixed]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
@@ -199,7 +234,13 @@ class Reported(Program):
         return tree(fw)
 
     def run(self, uc: Any, given: Any) -> Any:
-        fields = lambda report: [report.norms, report.limits, report.factors, report.clipped, report.finite]
+        fields = lambda report: [
+            report.norms,
+            report.limits,
+            report.factors,
+            report.clipped,
+            report.finite,
+        ]
         reports = [uc.clip(given, rule)[1] for rule in (uc.by_global_norm(6.5), uc.by_norm(6.0))]
         return [[fields(report), report.scalars()] for report in reports]
 
@@ -222,7 +263,9 @@ class Accurate(Program):
         drawn = np.random.default_rng(0).standard_normal(self.size, dtype="float32")
         half = [dtype for dtype in ("float16", "bfloat16") if dtype in fw.dtypes]
         pieces = [fw.array(piece) for piece in np.split(drawn[:1_000_000], 50)]
-        return {"one": [fw.array(drawn)], "many": pieces} | {d: [fw.array(drawn[:1_000_000], d)] for d in half}
+        return {"one": [fw.array(drawn)], "many": pieces} | {
+            d: [fw.array(drawn[:1_000_000], d)] for d in half
+        }
 
     def run(self, uc: Any, given: Any) -> Any:
         return {name: uc.global_norm(grads) for name, grads in given.items()}
@@ -250,11 +293,15 @@ class EqualEntries(Program):
         for p, norms in zip((1, 2, 3), found, strict=True):
             in_a_graph = p == 2 and fw.name in {"tf.function", "tensorflow-graph"}
             for norm, value in zip(norms, np.asarray(self.entries, "float32"), strict=True):
-                accurate_to(fw, 1.5e-6 if in_a_graph else 5e-7, norm, self.size ** (1 / p) * float(value))
+                accurate_to(
+                    fw, 1.5e-6 if in_a_graph else 5e-7, norm, self.size ** (1 / p) * float(value)
+                )
 
 
 class AlongAxes(Program):
-    """The norms of long columns, and of long rows: a prime number of entries, those of the second row equal."""
+    """The norms of long columns, and of long rows: a prime number of entries,
+    those of the second row equal.
+    """
 
     large = True
 
@@ -267,7 +314,9 @@ class AlongAxes(Program):
         return [fw.array(columns), fw.array(rows)]
 
     def run(self, uc: Any, given: Any) -> Any:
-        return [uc.clip(leaf, uc.by_norm(1.0, axis=axis))[1].norms for axis, leaf in enumerate(given)]
+        return [
+            uc.clip(leaf, uc.by_norm(1.0, axis=axis))[1].norms for axis, leaf in enumerate(given)
+        ]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         for axis, (leaf, norms) in enumerate(zip(given, found, strict=True)):
@@ -282,11 +331,20 @@ class Split(Program):
         drawn = np.random.default_rng(0).standard_normal(1200, dtype="float32")
         some = [dtype for dtype in ("bfloat16", "float32", "float64") if dtype in fw.dtypes]
         split = lambda dtype, number: [fw.array(piece, dtype) for piece in np.split(drawn, number)]
-        return {dtype: {"1": split(dtype, 1), "3": split(dtype, 3), "40": split(dtype, 40)} for dtype in some}
+        return {
+            dtype: {"1": split(dtype, 1), "3": split(dtype, 3), "40": split(dtype, 40)}
+            for dtype in some
+        }
 
     def run(self, uc: Any, given: Any) -> Any:
         def norms(every: Any) -> Any:
-            orders = [every["1"], every["3"], every["40"], every["40"][::-1], every["40"][7:] + every["40"][:7]]
+            orders = [
+                every["1"],
+                every["3"],
+                every["40"],
+                every["40"][::-1],
+                every["40"][7:] + every["40"][:7],
+            ]
             return [*(uc.global_norm(grads) for grads in orders), uc.global_norm(every["40"])]
 
         return {dtype: norms(every) for dtype, every in given.items()}
@@ -334,12 +392,15 @@ class InRange(Program):
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         for name, (grads, _) in given.items():
             dtype, arrays = self.cases[name][0], numbers(fw, grads)
-            tiny = 6e-8 if dtype == "float16" else 0.0  # the smallest number of float16, below its normal ones
+            # The smallest number of float16, below its normal ones.
+            tiny = 6e-8 if dtype == "float16" else 0.0
             for p, (clipped, norm) in zip(self.orders(name), found[name], strict=True):
                 true = p_norm(arrays, p)
                 close(fw, norm, true, wide(dtype), ulps=8)
                 for new, array in zip(clipped, by_hand(arrays, true / 4, p), strict=True):
-                    np.testing.assert_allclose(fw.numpy(new).astype(float), array.real, rtol=8 * EPS[dtype], atol=tiny)
+                    np.testing.assert_allclose(
+                        fw.numpy(new).astype(float), array.real, rtol=8 * EPS[dtype], atol=tiny
+                    )
 
 
 class FactorsOutOfRange(Program):
@@ -362,7 +423,10 @@ class FactorsOutOfRange(Program):
         curves, found = uc.curves, {}
         for dtype, (huge, small) in given.items():
             near, far, _ = self.limits[dtype]
-            down = [uc.Rule(near, curve=one) for one in (curves.hard, curves.soft, curves.smooth, curves.tanh)]
+            down = [
+                uc.Rule(near, curve=one)
+                for one in (curves.hard, curves.soft, curves.smooth, curves.tanh)
+            ]
             up = [uc.to_global_norm(far), uc.Rule(far, curve=curves.Regularized(near))]
             every = [uc.clip(huge, rule) for rule in down], [uc.clip(small, rule) for rule in up]
             found[dtype] = [[[new[0], report.factors] for new, report in some] for some in every]
@@ -400,7 +464,9 @@ class ZeroLimit(Program):
         return [tree(fw), tree(fw, by=0.0)]
 
     def run(self, uc: Any, given: Any) -> Any:
-        zeroed = [uc.clip(grads, rule(0.0))[0] for rule in norm_rules(uc).values() for grads in given]
+        zeroed = [
+            uc.clip(grads, rule(0.0))[0] for rule in norm_rules(uc).values() for grads in given
+        ]
         return [zeroed, uc.clip_by_global_norm(given[1], 1.0)[0]]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
@@ -435,8 +501,13 @@ class Propagates(Program):
 
     def run(self, uc: Any, given: Any) -> Any:
         some = {name: rule for name, rule in norm_rules(uc).items() if name != "columns"}
-        results = [{name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in given]
-        return [{name: [new, report.finite] for name, (new, report) in every.items()} for every in results]
+        results = [
+            {name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in given
+        ]
+        return [
+            {name: [new, report.finite] for name, (new, report) in every.items()}
+            for every in results
+        ]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         for results in found:
@@ -453,12 +524,18 @@ class Skips(Program):
     """A step that is not finite becomes zeros, and says so."""
 
     def arrays(self, fw: Framework) -> Any:
-        return [[fw.array([1.0, bad]), fw.array([3.0, 4.0])] for bad in (math.nan, math.inf, -math.inf, 0.0)]
+        return [
+            [fw.array([1.0, bad]), fw.array([3.0, 4.0])]
+            for bad in (math.nan, math.inf, -math.inf, 0.0)
+        ]
 
     def run(self, uc: Any, given: Any) -> Any:
         rules = [uc.by_global_norm(math.inf, nonfinite="skip"), uc.by_norm(1.0, nonfinite="skip")]
         results = [[uc.clip(grads, rule) for rule in rules] for grads in given]
-        return [[[new, [said.finite, said.clipped, said.skipped]] for new, said in pair] for pair in results]
+        return [
+            [[new, [said.finite, said.clipped, said.skipped]] for new, said in pair]
+            for pair in results
+        ]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         for results in found[:3]:
@@ -467,14 +544,24 @@ class Skips(Program):
                 assert [bool(flag) for flag in numbers(fw, flags)] == [False, True, True]
         (same, unclipped), (clipped, flags) = found[3]
         close_leaves(fw, [same, clipped], [[1.0, 0.0], [3.0, 4.0], [1.0, 0.0], [0.6, 0.8]])
-        assert [bool(flag) for flag in numbers(fw, [unclipped, flags])] == [True, False, False, True, True, False]
+        assert [bool(flag) for flag in numbers(fw, [unclipped, flags])] == [
+            True,
+            False,
+            False,
+            True,
+            True,
+            False,
+        ]
 
 
 class Zeroes(Program):
     """Entries that are not finite become zeros, and the rest is clipped as if they had been."""
 
     def arrays(self, fw: Framework) -> Any:
-        bad = [[fw.array([3.0, bad, 4.0]), fw.array([bad, -12.0])] for bad in (math.nan, math.inf, -math.inf)]
+        bad = [
+            [fw.array([3.0, bad, 4.0]), fw.array([bad, -12.0])]
+            for bad in (math.nan, math.inf, -math.inf)
+        ]
         entries = [3 + 4j, complex(0, math.nan), complex(math.inf, 1)]
         return [bad, [fw.array([3.0, 4.0, 0.0])], [fw.array(entries, "complex64")]]
 
@@ -495,7 +582,9 @@ class Zeroes(Program):
 
 
 class RemembersNoNaN(Program):
-    """A step that is not finite changes no memory, and later steps are what they would have been."""
+    """A step that is not finite changes no memory,
+    and later steps are what they would have been.
+    """
 
     def arrays(self, fw: Framework) -> Any:
         bad = [[fw.array([value, 1.0])] for value in (math.nan, math.inf)]
@@ -503,7 +592,12 @@ class RemembersNoNaN(Program):
 
     def run(self, uc: Any, given: Any) -> Any:
         rules = [uc.norm_growth(1.2, nonfinite=policy) for policy in ("propagate", "skip", "zero")]
-        rules += [uc.autoclip(50, window=3), uc.zclip(warmup=2), uc.adagc(warmup=1), uc.skip_spikes(window=4, warmup=2)]
+        rules += [
+            uc.autoclip(50, window=3),
+            uc.zclip(warmup=2),
+            uc.adagc(warmup=1),
+            uc.skip_spikes(window=4, warmup=2),
+        ]
         return [self._steps(rule, given) for rule in rules]
 
     def _steps(self, rule: Any, given: Any) -> Any:
@@ -516,7 +610,9 @@ class RemembersNoNaN(Program):
         return [before, after_nan, after_inf, [finite, not_finite], clipped]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for number, (before, after_nan, after_inf, (finite, not_finite), clipped) in enumerate(found):
+        for number, (before, after_nan, after_inf, (finite, not_finite), clipped) in enumerate(
+            found
+        ):
             same_bits(fw, after_nan, before)
             same_bits(fw, after_inf, before)
             assert fw.numpy(finite)
@@ -530,15 +626,21 @@ class Learns(Program):
 
     steps: ClassVar[dict[str, tuple[list[float], list[float]]]] = {
         "median": ([1.0, 5.0, 3.0, 9.0, 2.0], [1.0, 3.0, 3.0, 5.0, 2.0]),
-        # After the warm-up: mean 1.5 and deviation 0.5; a norm of 100 is to be mean + (2 · 0.5)² / 98.5.
-        "zscore": ([1.0, 2.0, 1.0, 2.0, 100.0, 2.0], [1.0, 2.0, 1.0, 2.0, 1.5 + (0.5 + 1e-6) / 49.25, 2.0]),
+        # After the warm-up: mean 1.5 and deviation 0.5; a norm of 100 is to be mean + (2 · 0.5)² /
+        # 98.5.
+        "zscore": (
+            [1.0, 2.0, 1.0, 2.0, 100.0, 2.0],
+            [1.0, 2.0, 1.0, 2.0, 1.5 + (0.5 + 1e-6) / 49.25, 2.0],
+        ),
         "loss": ([1.0] * 4, [1.0, 1.0, 1.0, 0.0]),
     }
     """Norms, and what is left of them."""
     losses = (1.0, 1.1, 0.9, 50.0)
 
     def arrays(self, fw: Framework) -> Any:
-        steps = {name: [fw.array([norm]) for norm in norms] for name, (norms, _) in self.steps.items()}
+        steps = {
+            name: [fw.array([norm]) for norm in norms] for name, (norms, _) in self.steps.items()
+        }
         return [steps, [fw.array(loss) for loss in self.losses]]
 
     def run(self, uc: Any, given: Any) -> Any:
@@ -550,15 +652,24 @@ class Learns(Program):
         found: dict[str, list[Any]] = {name: [] for name in rules}
         for name, rule in rules.items():
             state, steps = rule.init(given[0][name][0]), given[0][name]
-            for grads, loss in zip(steps, given[1] if name == "loss" else [None] * len(steps), strict=True):
+            for grads, loss in zip(
+                steps, given[1] if name == "loss" else [None] * len(steps), strict=True
+            ):
                 clipped, state, report = rule.update(grads, state, loss=loss)
                 found[name].append([clipped, report.thresholds, report.skipped])
         return found
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         for name, (_, wanted) in self.steps.items():
-            close_leaves(fw, [clipped for clipped, *_ in found[name]], [[norm] for norm in wanted], ulps=16)
-        assert [bool(fw.numpy(skipped)) for *_, skipped in found["loss"]] == [False, False, False, True]
+            close_leaves(
+                fw, [clipped for clipped, *_ in found[name]], [[norm] for norm in wanted], ulps=16
+            )
+        assert [bool(fw.numpy(skipped)) for *_, skipped in found["loss"]] == [
+            False,
+            False,
+            False,
+            True,
+        ]
         change = (0.5 + 1e-6) / 49.25
         mean, variance = 1.5 + 0.5 * change, 0.5 * (0.25 + 0.5 * change**2 * 0.5)
         thresholds = [threshold for _, threshold, _ in found["zscore"]]
@@ -585,13 +696,21 @@ class Parts(Program):
 
 
 class Sparse(Program):
-    """Rows that occur twice are summed, and come back so if they were clipped, also beside dense leaves."""
+    """Rows that occur twice are summed, and come back so if they were clipped,
+    also beside dense leaves.
+    """
 
     def arrays(self, fw: Framework) -> Any:
         weights = np.arange(2000.0).reshape(1000, 2) / 100
         return fw.array(weights), {
-            "mixed": [fw.sparse((1000, 2), [7, 3, 7], [[1.0, 2.0], [0.0, 4.0], [2.0, 2.0]]), fw.array([12.0, 0.0])],
-            "cancels": [fw.sparse((9, 1), [2, 2, 5], [[3.0], [-3.0], [8.0]]), fw.array([[3.0, 4.0]])],
+            "mixed": [
+                fw.sparse((1000, 2), [7, 3, 7], [[1.0, 2.0], [0.0, 4.0], [2.0, 2.0]]),
+                fw.array([12.0, 0.0]),
+            ],
+            "cancels": [
+                fw.sparse((9, 1), [2, 2, 5], [[3.0], [-3.0], [8.0]]),
+                fw.array([[3.0, 4.0]]),
+            ],
             "double": [fw.sparse((4, 1), [1, 1], [[3.0], [3.0]])],
             "zeros": [fw.sparse((4, 1), [1, 3], [[0.0], [0.0]]), fw.array([3.0])],
         }
@@ -600,10 +719,21 @@ class Sparse(Program):
         weights, trees = given
         by_value = {name: uc.clip_by_value(grads, -1, 1) for name, grads in trees.items()}
         joint = {name: list(uc.clip_by_global_norm(grads, 1.0)) for name, grads in trees.items()}
-        below, apart = uc.clip_by_global_norm(trees["mixed"], 100.0)[0], uc.clip_by_norm(trees["mixed"], 2.0)
-        rows = [uc.clip(trees["mixed"][0], uc.Rule(2.0, scope=scope))[0] for scope in self.scopes(uc)]
+        below, apart = (
+            uc.clip_by_global_norm(trees["mixed"], 100.0)[0],
+            uc.clip_by_norm(trees["mixed"], 2.0),
+        )
+        rows = [
+            uc.clip(trees["mixed"][0], uc.Rule(2.0, scope=scope))[0] for scope in self.scopes(uc)
+        ]
         relative = uc.Rule(uc.limits.Relative(2.0), scope=uc.scopes.each_row)
-        return [by_value, joint, below, apart, [*rows, uc.clip(trees["mixed"][0], relative, weights)[0]]]
+        return [
+            by_value,
+            joint,
+            below,
+            apart,
+            [*rows, uc.clip(trees["mixed"][0], relative, weights)[0]],
+        ]
 
     def scopes(self, uc: Any) -> list[Any]:
         return [uc.scopes.each_row, uc.scopes.axes(1), uc.scopes.each_entry]
@@ -641,19 +771,34 @@ class Integers(Program):
     entries = (1, 1, 3, 4, 2, 2, 1, 4, 2, 3)
 
     def arrays(self, fw: Framework) -> Any:
-        return {dtype: fw.array(self.entries, dtype) for dtype in ("int32", "int64") if dtype in fw.dtypes}
+        return {
+            dtype: fw.array(self.entries, dtype)
+            for dtype in ("int32", "int64")
+            if dtype in fw.dtypes
+        }
 
     def run(self, uc: Any, given: Any) -> Any:
         bounds = ((2, 3.0), (-math.inf, 2), (-(2**40), 2**40))
-        by_norm = {dtype: [uc.clip_by_norm(leaf, limit) for limit in (5, 50)] for dtype, leaf in given.items()}
-        return [by_norm, {dtype: [uc.clip_by_value(leaf, *pair) for pair in bounds] for dtype, leaf in given.items()}]
+        by_norm = {
+            dtype: [uc.clip_by_norm(leaf, limit) for limit in (5, 50)]
+            for dtype, leaf in given.items()
+        }
+        return [
+            by_norm,
+            {
+                dtype: [uc.clip_by_value(leaf, *pair) for pair in bounds]
+                for dtype, leaf in given.items()
+            },
+        ]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         entries = np.asarray(self.entries)
         for dtype in given:
             clipped, same = found[0][dtype]
             assert fw.dtype(clipped) == fw.dtype(same) == fw.default_float
-            close_leaves(fw, [clipped, same], [5 / math.sqrt(65) * entries, entries], fw.default_float)
+            close_leaves(
+                fw, [clipped, same], [5 / math.sqrt(65) * entries, entries], fw.default_float
+            )
             bounds = (np.clip(entries, 2, 3), np.minimum(entries, 2), entries)
             for bounded, array in zip(found[1][dtype], bounds, strict=True):
                 assert fw.dtype(bounded) == dtype
@@ -697,7 +842,10 @@ class Empty(Program):
         empty, mixed = given
         results = [uc.clip(empty, rule(1.0)) for rule in norm_rules(uc).values()]
         alone = [[clipped, report.finite, report.clipped] for clipped, report in results]
-        return [alone, [list(uc.clip_by_global_norm(mixed, 2.0, ord=p)) for p in (1, 2, 3, math.inf)]]
+        return [
+            alone,
+            [list(uc.clip_by_global_norm(mixed, 2.0, ord=p)) for p in (1, 2, 3, math.inf)],
+        ]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         alone, together = found
@@ -739,9 +887,16 @@ class InPlace(Program):
     def run(self, uc: Any, given: Any) -> Any:
         every, whole = given
         rules = [norm_rules(uc)[name](1.0) for name in ("leaf", "rows", "Linf", "rms")]
-        rules += [uc.by_global_norm(100.0), uc.by_norm(1.0, nonfinite="zero"), uc.by_value(-2.0, 2.0), abs]
+        rules += [
+            uc.by_global_norm(100.0),
+            uc.by_norm(1.0, nonfinite="zero"),
+            uc.by_value(-2.0, 2.0),
+            abs,
+        ]
         some = [(every["float32"], rule) for rule in rules]
-        some += [(grads, uc.by_global_norm(6.5)) for grads in every.values()] + [(whole, uc.by_value(-1, 3))]
+        some += [(grads, uc.by_global_norm(6.5)) for grads in every.values()] + [
+            (whole, uc.by_value(-1, 3))
+        ]
         return [[uc.clip(grads, rule)[0], self._written(uc, grads, rule)] for grads, rule in some]
 
     def _written(self, uc: Any, grads: Any, rule: Any) -> Any:

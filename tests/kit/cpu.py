@@ -23,7 +23,9 @@ def seconds() -> float:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the budget."""
-    parser.addoption("--cpu-minutes", type=float, help=f"fail if the run takes more than {FACTOR} times as many")
+    parser.addoption(
+        "--cpu-minutes", type=float, help=f"fail if the run takes more than {FACTOR} times as many"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -55,7 +57,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the files by what they cost."""
     budget = config.getoption("--cpu-minutes")
     if not budget:
@@ -64,5 +68,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, value in SPENT.most_common():
         terminalreporter.write_line(f"{value:7.1f}  {name}")
     total = seconds()
-    over = f": more than {FACTOR} times the budget of {budget:g} minutes" if total > 60 * FACTOR * budget else ""
-    terminalreporter.write_line(f"{total:7.1f}  in all, or {total / 60:.1f} minutes{over}", red=bool(over))
+    over = (
+        f": more than {FACTOR} times the budget of {budget:g} minutes"
+        if total > 60 * FACTOR * budget
+        else ""
+    )
+    terminalreporter.write_line(
+        f"{total:7.1f}  in all, or {total / 60:.1f} minutes{over}", red=bool(over)
+    )

@@ -1,4 +1,6 @@
-"""What stands for an accelerator: arrays that say they are on one, where no host may read them without waiting."""
+"""What stands for an accelerator: arrays that say they are on one,
+where no host may read them without waiting.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ class Device(NamedTuple):
     platform: str = "gpu"
 
 
-READS = ("item", "tolist", "numpy", "_numpy", "cpu", "__array__", "__bool__", "__float__", "__int__", "__index__")
+READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "_numpy",
+    "cpu",
+    "__array__",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+)
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
 """Operations of PyTorch whose result the host has to wait for."""
 
@@ -48,7 +61,11 @@ def by_numpy(kind: type) -> Iterator[None]:
         )
 
     with patched(
-        np, **{name: without(getattr(np, name)) for name in ("asarray", "array", "from_dlpack", "frombuffer")}
+        np,
+        **{
+            name: without(getattr(np, name))
+            for name in ("asarray", "array", "from_dlpack", "frombuffer")
+        },
     ):
         yield
 
@@ -56,18 +73,29 @@ def by_numpy(kind: type) -> Iterator[None]:
 @contextmanager
 def on_torch() -> Iterator[None]:
     """Let every tensor say that it is on an accelerator, where the host reads none."""
-    import torch._dynamo  # which notes the attributes of tensors when it is imported, and not those patched here
+    # which notes the attributes of tensors when it is imported, and not those patched here
+    import torch._dynamo
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoReads(TorchDispatchMode):
         """Refuse operations that make the host wait."""
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return (refuse if func.overloadpacket.__name__ in OPERATIONS else func)(*args, **(kwargs or {}))
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return (refuse if func.overloadpacket.__name__ in OPERATIONS else func)(
+                *args, **(kwargs or {})
+            )
 
     move = torch.Tensor.to
-    stay = lambda x, *args, **options: x if any(isinstance(arg, Device) for arg in args) else move(x, *args, **options)
-    where = {"device": property(lambda tensor: Device()), "is_cpu": property(lambda tensor: False), "to": stay}
+    stay = lambda x, *args, **options: (
+        x if any(isinstance(arg, Device) for arg in args) else move(x, *args, **options)
+    )
+    where = {
+        "device": property(lambda tensor: Device()),
+        "is_cpu": property(lambda tensor: False),
+        "to": stay,
+    }
     with patched(torch.Tensor, **where, **dict.fromkeys(READS, refuse)), NoReads():
         yield
 
@@ -90,8 +118,12 @@ def on_jax() -> Iterator[None]:
     import jax.numpy as jnp
 
     kind = type(jnp.ones(1))
-    apart = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")  # equal to no other
-    methods = dict.fromkeys(READS, refuse) | {"devices": lambda array: {Device()}, "_value": property(refuse)}
+    # Equal to no other.
+    apart = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
+    methods = dict.fromkeys(READS, refuse) | {
+        "devices": lambda array: {Device()},
+        "_value": property(refuse),
+    }
     methods |= {"sharding": property(lambda array: apart)}
     with patched(kind, **methods), by_numpy(kind):
         yield

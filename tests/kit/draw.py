@@ -1,4 +1,6 @@
-"""Random rules, trees and values; each rule is made by a package that is given, and as plain data for the oracle.
+"""Random rules, trees and values.
+
+Each rule is made by a package that is given, and as plain data for the oracle.
 
 Whatever makes a rule takes the package as ``uc``: the same case can be made with another one.
 """
@@ -83,7 +85,9 @@ def logarithmic(rng: Rng, low: float, high: float) -> float:
 
 
 class OfPath:
-    """A function of the path of a leaf, which may say the same of all leaves, as no Python function may."""
+    """A function of the path of a leaf, which may say the same of all leaves,
+    as no Python function may.
+    """
 
     def __init__(self, function: Callable[[Path], Any]) -> None:
         self.function, self.__qualname__ = function, function.__name__
@@ -125,7 +129,11 @@ def curve_of(uc: ModuleType, name: Any) -> Any:
     """Return a curve by its name; one with a parameter has a pair for a name."""
     if isinstance(name, tuple):
         curves = uc.curves
-        made = {"regularized": curves.Regularized, "other": curves.NonMonotonic, "reject above": curves.RejectAbove}
+        made = {
+            "regularized": curves.Regularized,
+            "other": curves.NonMonotonic,
+            "reject above": curves.RejectAbove,
+        }
         return made[name[0]](name[1])
     if name == "root":
         return lambda xp, norm, limit: xp.sqrt(uc.curves.hard(xp, norm, limit))
@@ -154,7 +162,21 @@ def drawn_scope(uc: ModuleType, rng: Rng) -> tuple[Any, Scope]:
 def drawn_limit(rng: Rng, size: float) -> float:
     """Return a constant limit for norms of about a size."""
     if chance(rng, 0.25):
-        return one_of(rng, 0.0, 0, math.inf, 1e39, 1e-50, 1e300, 1e-30, 1e30, 1.0, 1, 3.4028234663852886e38, 5.0)
+        return one_of(
+            rng,
+            0.0,
+            0,
+            math.inf,
+            1e39,
+            1e-50,
+            1e300,
+            1e-30,
+            1e30,
+            1.0,
+            1,
+            3.4028234663852886e38,
+            5.0,
+        )
     return min(size * logarithmic(rng, 1e-3, 1e3), 1e308)
 
 
@@ -170,7 +192,9 @@ def drawn_rule(uc: ModuleType, rng: Rng, size: float) -> Made:
     scope, own_scope = drawn_scope(uc, rng)
     p, power = one_of(rng, 1, 1.5, 2, 2, 2, 3, math.inf), one_of(rng, 0, 0, 0, 0.5, 1)
     name, policy, limit = drawn_curve(rng), one_of(rng, *POLICIES), drawn_limit(rng, size)
-    rule = uc.Rule(limit, scope=scope, norm=uc.Norm(p, power), curve=curve_of(uc, name), nonfinite=policy)
+    rule = uc.Rule(
+        limit, scope=scope, norm=uc.Norm(p, power), curve=curve_of(uc, name), nonfinite=policy
+    )
     return rule, Plan("rule", own_scope, p, power, ("constant", float(limit)), name, policy)
 
 
@@ -183,7 +207,17 @@ def drawn_fixed(uc: ModuleType, rng: Rng, size: float) -> Made:
     curve = one_of(rng, "hard", "soft", "smooth", "tanh")
     axes = axis if isinstance(axis, tuple) else (axis,)
     match one_of(
-        rng, "norm", "axis", "average", "global", "rms", "groups", "normalized", "value", "value", "normalized"
+        rng,
+        "norm",
+        "axis",
+        "average",
+        "global",
+        "rms",
+        "groups",
+        "normalized",
+        "value",
+        "value",
+        "normalized",
     ):
         case "norm":
             rule = uc.by_norm(c, ord=order, curve=curve_of(uc, curve), **more)
@@ -192,12 +226,16 @@ def drawn_fixed(uc: ModuleType, rng: Rng, size: float) -> Made:
             rule = uc.by_norm(c, axis, order, **more)
             return rule, Plan(scope=Scope("axes", axes=axes), p=order, limit=limit, policy=policy)
         case "average":
-            return uc.by_average_norm(c, **more), Plan(scope=Scope("leaf"), power=1, limit=limit, policy=policy)
+            return uc.by_average_norm(c, **more), Plan(
+                scope=Scope("leaf"), power=1, limit=limit, policy=policy
+            )
         case "global":
             rule = uc.by_global_norm(c, order, curve=curve_of(uc, curve), **more)
             return rule, Plan(p=order, limit=limit, curve=curve, policy=policy)
         case "rms":
-            return uc.by_block_rms(c, **more), Plan(scope=Scope("leaf"), power=0.5, limit=limit, policy=policy)
+            return uc.by_block_rms(c, **more), Plan(
+                scope=Scope("leaf"), power=0.5, limit=limit, policy=policy
+            )
         case "groups":
             labels = [0, 1, "the only one", *"012345", *"abcdef"]
             limits = {one: drawn_limit(rng, size) for one in labels}
@@ -205,8 +243,15 @@ def drawn_fixed(uc: ModuleType, rng: Rng, size: float) -> Made:
             rule = uc.by_group_norm(limits, label, order, **more)
             return rule, Plan(scope=Scope("groups", label=label), p=order, limit=own, policy=policy)
         case "normalized":
-            return uc.to_global_norm(c, order, **more), Plan(p=order, limit=limit, curve="normalize", policy=policy)
-    low, high = sorted([one_of(rng, -1.0, 0.0, -math.inf, -size, -1), one_of(rng, 1, 0.0, math.inf, size, size / 2)])
+            return uc.to_global_norm(c, order, **more), Plan(
+                p=order, limit=limit, curve="normalize", policy=policy
+            )
+    low, high = sorted(
+        [
+            one_of(rng, -1.0, 0.0, -math.inf, -size, -1),
+            one_of(rng, 1, 0.0, math.inf, size, size / 2),
+        ]
+    )
     return uc.by_value(low, high), Plan("value", bounds=(low, high))
 
 
@@ -246,7 +291,9 @@ def drawn_for_examples(uc: ModuleType, rng: Rng, size: float) -> Made:
             rule = uc.by_example_layer_norm(c, by_size=by_size, **more)
             return rule, Plan(scope=Scope("row"), limit=("split", float(c), by_size), policy=policy)
         case "auto":
-            plan = Plan(scope=Scope("example"), limit=limit, curve=("regularized", gamma), policy=policy)
+            plan = Plan(
+                scope=Scope("example"), limit=limit, curve=("regularized", gamma), policy=policy
+            )
             return uc.auto_s(c, gamma, **more), plan
     plan = Plan(scope=Scope("example"), limit=limit, curve=("other", gamma), policy=policy)
     return uc.psac(c, gamma, **more), plan
@@ -256,15 +303,23 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
     """Return a preset that remembers."""
     policy = one_of(rng, *POLICIES)
     decay, z = one_of(rng, 0.5, 0.9, 0.97, 0.98, 0.999), one_of(rng, 0.5, 1.5, 2.5, 2)
-    ratio, window, warmup = one_of(rng, 1.01, 1.05, 1.5, 0.9), int(one_of(rng, 2, 3, 5, 8, 11)), int(rng.integers(2, 8))
+    ratio, window, warmup = (
+        one_of(rng, 1.01, 1.05, 1.5, 0.9),
+        int(one_of(rng, 2, 3, 5, 8, 11)),
+        int(rng.integers(2, 8)),
+    )
     more: dict[str, Any] = {"nonfinite": policy}
     match one_of(
-        rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc", "growth", "spikes",
-        "spikes", "spam", "adagn", "quantile", "schedule"
+        rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc",
+        "growth", "spikes", "spikes", "spam", "adagn", "quantile", "schedule"
     ):  # fmt: skip
         case "autoclip":
             q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3, 0.7)
-            rule = uc.Rule(uc.limits.Percentile(q, window), **more) if 0 < q < 1 else uc.autoclip(q, window, **more)
+            rule = (
+                uc.Rule(uc.limits.Percentile(q, window), **more)
+                if 0 < q < 1
+                else uc.autoclip(q, window, **more)
+            )
             return rule, Plan(limit=("percentile", q, window, False), policy=policy)
         case "autoclip of all":
             q = one_of(rng, 0, 10, 50, 90, 100)
@@ -273,21 +328,31 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
             p = int(rng.integers(0, 101))
             rank = min(p * window // 100, window - 1)
             limit = ("percentile", 100 * rank / (window - 1), window, True)
-            return uc.percentile_clipping(p, window, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
+            return uc.percentile_clipping(p, window, **more), Plan(
+                scope=Scope("leaf"), limit=limit, policy=policy
+            )
         case "zclip":
             target = one_of(rng, "reciprocal", "mean", "threshold")
-            factor, same = one_of(rng, 1.0, 0.5, 2.0) if target == "reciprocal" else 1.0, chance(rng, 0.3)
+            factor, same = (
+                one_of(rng, 1.0, 0.5, 2.0) if target == "reciprocal" else 1.0,
+                chance(rng, 0.3),
+            )
             limit = ("z-score", z, decay, target, warmup, 1e-6, factor, same)
-            rule = uc.zclip(z, decay, target, warmup, clip_factor=factor, skip_update_on_spike=same, **more)
+            rule = uc.zclip(
+                z, decay, target, warmup, clip_factor=factor, skip_update_on_spike=same, **more
+            )
             return rule, Plan(limit=limit, policy=policy)
         case "log":
-            return uc.log_zscore(z, decay, **more), Plan(limit=("log z-score", z, decay), policy=policy)
+            return uc.log_zscore(z, decay, **more), Plan(
+                limit=("log z-score", z, decay), policy=policy
+            )
         case "adagc":
             warm, joint = int(rng.integers(0, 6)), size * logarithmic(rng, 0.1, 10)
             joint = min(joint, 1e37)
             limit = ("ema", ratio, decay, warm, joint)
             rule = uc.adagc(max(ratio, 1), decay, warm, joint, **more)
-            rule = replace(rule, limit=uc.limits.Ema(*limit[1:])) if ratio < 1 else rule  # which the preset refuses
+            # which the preset refuses
+            rule = replace(rule, limit=uc.limits.Ema(*limit[1:])) if ratio < 1 else rule
             return rule, Plan(scope=Scope("leaf"), limit=limit, policy=policy)
         case "growth":
             limit = ("ema", ratio, 0.0, 0, 1.0)
@@ -302,7 +367,9 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
         case "spam":
             factor, warm = one_of(rng, 2.0, 9.0, 5000.0), int(rng.integers(0, 6))
             limit = ("second moment", factor, decay, warm)
-            return uc.spam(factor, decay, warm, **more), Plan(scope=Scope("entry"), limit=limit, policy=policy)
+            return uc.spam(factor, decay, warm, **more), Plan(
+                scope=Scope("entry"), limit=limit, policy=policy
+            )
         case "adagn":
             slow = one_of(rng, 0.0, 0.7, 0.9)
             limit = ("mean over rms", slow, decay)
@@ -311,7 +378,10 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
         case "quantile":
             start = max(min(size * logarithmic(rng, 0.1, 10), 1e37), 1e-37)
             quantile, rate = one_of(rng, 0.5, 0.5, 0.9, 0.0), one_of(rng, 0.2, 0.2, 1.0)
-            low, high = one_of(rng, 0.0, start / 1.1, start), one_of(rng, math.inf, start * 1.1, start)
+            low, high = (
+                one_of(rng, 0.0, start / 1.1, start),
+                one_of(rng, math.inf, start * 1.1, start),
+            )
             rule = uc.by_example_quantile(quantile, rate, start, min=low, max=high, **more)
             limit = ("quantile", quantile, rate, start, low, high)
             return rule, Plan(scope=Scope("example"), limit=limit, policy=policy)
@@ -330,7 +400,9 @@ def drawn_remembering(uc: ModuleType, rng: Rng, size: float) -> Made:
     if plan.limit[0] == "percentile of all" and own.kind in {"entry", "row", "axes", "unit"}:
         scope, own = uc.scopes.each_leaf, Scope("leaf")  # each histogram has many bins
     name = plan.curve if chance(rng, 0.7) else drawn_curve(rng)
-    rule = uc.Rule(rule.limit, scope=scope, norm=rule.norm, curve=curve_of(uc, name), nonfinite=rule.nonfinite)
+    rule = uc.Rule(
+        rule.limit, scope=scope, norm=rule.norm, curve=curve_of(uc, name), nonfinite=rule.nonfinite
+    )
     return rule, Plan(plan.kind, own, plan.p, plan.power, plan.limit, name, plan.policy)
 
 
@@ -340,7 +412,11 @@ def drawn_named(uc: ModuleType, rng: Rng, size: float) -> Made:
     limits, plans = {}, {}
     for name in [0, 1, "the only one", *"012345", *"abcdef"]:
         rule, plan = (drawn_memory if chance(rng, 0.5) else drawn_rule)(uc, rng, size)
-        if plan.limit[0] == "percentile of all" or plan.scope.kind == "example" or plan.limit[0] == "ema":
+        if (
+            plan.limit[0] == "percentile of all"
+            or plan.scope.kind == "example"
+            or plan.limit[0] == "ema"
+        ):
             rule, plan = drawn_rule(uc, rng, size)
         limits[name], plans[name] = rule.limit, plan.limit
     rule = uc.by_group_norm(limits, label, nonfinite=policy)
@@ -360,7 +436,9 @@ def drawn_made(uc: ModuleType, rng: Rng, size: float, *, deep: bool = True) -> M
     made = [drawn_made(uc, rng, size, deep=False) for _ in range(rng.integers(1, 4))]
     if chance(rng, 0.2):
         made.append((lambda array: array / 2, Plan("halve")))
-    return uc.chain(*[rule for rule, _ in made]), Plan("chain", parts=tuple(plan for _, plan in made))
+    return uc.chain(*[rule for rule, _ in made]), Plan(
+        "chain", parts=tuple(plan for _, plan in made)
+    )
 
 
 def plans_of(plan: Plan) -> list[Plan]:
@@ -387,15 +465,27 @@ LONG_LEAF = 140_001
 
 
 def drawn_tree(
-    rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...], *, few: bool, large: bool = False
+    rng: Rng,
+    plan: Plan,
+    dtypes: list[str],
+    layouts: tuple[str, ...],
+    *,
+    few: bool,
+    large: bool = False,
 ) -> tuple[Any, list[Slot]]:
-    """Return a tree whose leaves fit the scopes of a plan; one of ``few``, for what is compiled for each shape."""
+    """Return a tree whose leaves fit the scopes of a plan.
+
+    One of ``few``, for what is compiled for each shape.
+    """
     plans = plans_of(plan)
     least = max(_least(part.scope) for part in plans)
     alike = any(part.scope.kind == "example" or part.limit[0] == "split" for part in plans)
     rows = int(rng.integers(1, 5)) if alike else None
-    if any(part.kind in {"value", "halve"} for part in plans):  # which neither complex numbers nor all whole ones have
-        dtypes = [dtype for dtype in dtypes if not dtype.startswith(("complex", "int"))] or ["float32"]
+    # which neither complex numbers nor all whole ones have
+    if any(part.kind in {"value", "halve"} for part in plans):
+        dtypes = [dtype for dtype in dtypes if not dtype.startswith(("complex", "int"))] or [
+            "float32"
+        ]
     slots: list[Slot] = []
 
     def slot(shape: tuple[int, ...]) -> Slot:
@@ -403,7 +493,11 @@ def drawn_tree(
         return slots[-1]
 
     def leaf() -> Slot:
-        ndim = int(rng.integers(least, max(least, 3) + 1)) if rows is None else int(rng.integers(max(least, 1), 4))
+        ndim = (
+            int(rng.integers(least, max(least, 3) + 1))
+            if rows is None
+            else int(rng.integers(max(least, 1), 4))
+        )
         side = lambda: 0 if chance(rng, 0.02) else int(one_of(rng, 1, 2, 3, 4, 7))
         shape = tuple(side() for _ in range(ndim))
         if chance(rng, 0.01):
@@ -418,7 +512,11 @@ def drawn_tree(
 
     def contained(inner: list[Any]) -> Any:
         kind, keys = one_of(rng, list, tuple, dict), list(rng.permutation(list("abcdef")))
-        return {str(key): one for key, one in zip(keys, inner, strict=False)} if kind is dict else kind(inner)
+        return (
+            {str(key): one for key, one in zip(keys, inner, strict=False)}
+            if kind is dict
+            else kind(inner)
+        )
 
     if few:
         least = max(least, 2 if alike else 0)
@@ -427,14 +525,22 @@ def drawn_tree(
     tree = node(int(rng.integers(0, 4)))
     if large:
         ndim = max(least, 1 if rows is None else 2)
-        tree = [tree, slot((rows or 3, *[1] * (ndim - 2), LONG_LEAF // (rows or 3)) if ndim > 1 else (LONG_LEAF,))]
+        tree = [
+            tree,
+            slot(
+                (rows or 3, *[1] * (ndim - 2), LONG_LEAF // (rows or 3))
+                if ndim > 1
+                else (LONG_LEAF,)
+            ),
+        ]
     return tree if slots else [tree], slots
 
 
 def _least(scope: Scope) -> int:
     """Return how many dimensions a leaf needs."""
     if scope.kind == "axes":
-        return max(len(scope.axes), *(axis + 1 if axis >= 0 else -axis for axis in scope.axes))  # none named twice
+        # None named twice.
+        return max(len(scope.axes), *(axis + 1 if axis >= 0 else -axis for axis in scope.axes))
     return 1 if scope.kind in {"row", "example"} else 0
 
 
@@ -443,7 +549,9 @@ def _least(scope: Scope) -> int:
 
 def drawn_scale(rng: Rng, dtypes: list[str]) -> tuple[str, int]:
     """Return how entries are made, and the power of two that they have about."""
-    kind = one_of(rng, *["usual"] * 6, "large", "small", "any", "any", "wide", "whole", "whole", "equal")
+    kind = one_of(
+        rng, *["usual"] * 6, "large", "small", "any", "any", "wide", "whole", "whole", "equal"
+    )
     low, high = max(LOGS[dtype][0] for dtype in dtypes), min(LOGS[dtype][1] for dtype in dtypes)
     match kind:
         case "large":
@@ -484,26 +592,41 @@ def _values_of(rng: Rng, case: Case, kind: str, power: float, count: int) -> Non
     """Draw what happens at each step."""
     plans = plans_of(case.plan)
     one = len({slot.dtype for slot in case.slots}) == 1
-    known = lambda part: not part.remembers or (part.rows_apart and (one or part.scope.kind == "all"))
+    known = lambda part: (
+        not part.remembers or (part.rows_apart and (one or part.scope.kind == "all"))
+    )
     gaps = chance(rng, 0.3) and all(map(known, plans))
     for number in range(count):
         swing = float(np.exp(rng.standard_normal() * one_of(rng, 0.05, 0.3))) if count > 1 else 1.0
         swing *= logarithmic(rng, 3, 1e4) if count > 1 and chance(rng, 0.08) else 1.0
         share = one_of(rng, 0.05, 0.5) if chance(rng, 0.06) else 0.0
-        values = [drawn_values(rng, slot, kind, power + math.log2(swing), share) for slot in case.slots]
+        values = [
+            drawn_values(rng, slot, kind, power + math.log2(swing), share) for slot in case.slots
+        ]
         values = [np.zeros_like(one) for one in values] if chance(rng, 0.03) else values
-        gone = gaps and (number or not case.plan.remembers)  # the first step tells what there is to remember
+        # The first step tells what there is to remember.
+        gone = gaps and (number or not case.plan.remembers)
         share = 1.0 if chance(rng, 0.1) else 0.1
         case.steps.append([None if gone and chance(rng, share) else one for one in values])
         loss = float(rng.normal(2, 0.2)) * (10 if chance(rng, 0.05) else 1)
         loss = one_of(rng, math.nan, math.inf) if chance(rng, 0.03) else loss
-        case.losses.append(loss if any(part.limit[0] == "rolling z-score" for part in plans) else None)
+        case.losses.append(
+            loss if any(part.limit[0] == "rolling z-score" for part in plans) else None
+        )
         case.saved = number if case.plan.remembers and chance(rng, 0.3) else case.saved
-    case.params = [drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in case.slots]
+    case.params = [
+        drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in case.slots
+    ]
 
 
 def drawn_case(
-    uc: ModuleType, rng: Rng, dtypes: list[str], layouts: tuple[str, ...], ways: tuple[str, ...], *, few: bool = False
+    uc: ModuleType,
+    rng: Rng,
+    dtypes: list[str],
+    layouts: tuple[str, ...],
+    ways: tuple[str, ...],
+    *,
+    few: bool = False,
 ) -> Case:
     """Return a rule, a tree, and what happens at each step."""
     own = drawn_dtypes(rng, dtypes)
@@ -518,7 +641,12 @@ def drawn_case(
     case.way = one_of(rng, *[way for way in ways if way in fitting(case)])
     if plan.kind == "rule" and plan.limit[0] == "constant" and chance(rng, 0.15):
         case.tie = float(rng.random())
-    alike = [(a, b) for a in slots for b in slots[a.number + 1 :] if (a.shape, a.dtype) == (b.shape, b.dtype)]
+    alike = [
+        (a, b)
+        for a in slots
+        for b in slots[a.number + 1 :]
+        if (a.shape, a.dtype) == (b.shape, b.dtype)
+    ]
     if alike and chance(rng, 0.15) and case.way in {"plain", "holder"}:
         case.twice = tuple(slot.number for slot in one_of(rng, *alike))
     if any(part.limit[0] == "percentile of all" and part.scope.kind != "all" for part in plans):
@@ -528,7 +656,8 @@ def drawn_case(
         other = drawn_tree(rng, plan, own, layouts, few=few)
         case.aside = Case(rule, plan, *other)
         _values_of(rng, case.aside, kind, power, 2 if plan.remembers else 1)
-    if case.way == "parts" and case.plan.limit[0] == "per group":  # processes have all named groups, this run its own
+    # Processes have all named groups, this run its own.
+    if case.way == "parts" and case.plan.limit[0] == "per group":
         named = {case.plan.scope.label(path, slot) for path, slot in walk(tree)}
         limits = {name: limit for name, limit in rule.limit.limits if name in named}
         case.rule = replace(rule, limit=uc.limits.PerGroup(limits))
@@ -538,7 +667,9 @@ def drawn_case(
         if plan.scope.kind == "all" and len(slots) > 1:
             count = min(len(slots), int(rng.integers(2, 4)))  # each of them holds one
             drawn = [*range(count), *rng.integers(-2, count, len(slots) - count).tolist()]
-            case.processes = [one if slot.shape else max(one, -1) for one, slot in zip(drawn, slots, strict=True)]
+            case.processes = [
+                one if slot.shape else max(one, -1) for one, slot in zip(drawn, slots, strict=True)
+            ]
     return case
 
 
@@ -547,7 +678,8 @@ def fitting(case: Case) -> set[str]:
     plan, plans, slots = case.plan, plans_of(case.plan), case.slots
     ints = any(slot.dtype.startswith("int") for slot in slots)
     full = all(value is not None for step in case.steps for value in step)
-    held = full or not any(part.remembers and part.scope.kind != "all" for part in plans)  # the rows of their leaves
+    # The rows of their leaves.
+    held = full or not any(part.remembers and part.scope.kind != "all" for part in plans)
     alike = len({slot.shape[:1] for slot in slots}) == 1 and full
     own_axis = any(part.scope.kind == "unit" and part.scope.axis is None for part in plans)
     rule, kind = plan.kind == "rule", plan.scope.kind

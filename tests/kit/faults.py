@@ -1,4 +1,6 @@
-"""Broken stand-ins for uniclip, each with one fault in its public functions: the contract has to find every one."""
+"""Broken stand-ins for uniclip, each with one fault in its public functions:
+the contract has to find every one.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Wrapped:
 
 
 def clipping(uc: Any, clip: Step) -> dict[str, Any]:
-    """Return the functions that clip once, made of ``clip(uc, grads, rule, *rest) -> clipped, report``."""
+    """Return the functions that clip once, made of
+    ``clip(uc, grads, rule, *rest) -> clipped, report``.
+    """
 
     def by_global_norm(grads: Any, max_norm: Any, **options: Any) -> Any:
         clipped, report = clip(uc, grads, uc.by_global_norm(max_norm, **options))
@@ -66,7 +70,9 @@ def clipping(uc: Any, clip: Step) -> dict[str, Any]:
     return {
         "clip": lambda grads, rule, *rest, **options: clip(uc, grads, rule, *rest, **options),
         "clip_by_global_norm": by_global_norm,
-        "clip_by_norm": lambda grads, limit, **options: clip(uc, grads, uc.by_norm(limit, **options))[0],
+        "clip_by_norm": lambda grads, limit, **options: clip(
+            uc, grads, uc.by_norm(limit, **options)
+        )[0],
     }
 
 
@@ -78,7 +84,9 @@ def remembering(preset: Callable[..., Any], update: Step) -> Callable[..., Any]:
 def changed(report: Any, **fields: Any) -> Any:
     """Return what has the fields of a report, some of them changed."""
     names = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
-    return SimpleNamespace(**({name: getattr(report, name) for name in names} | fields), scalars=report.scalars)
+    return SimpleNamespace(
+        **({name: getattr(report, name) for name in names} | fields), scalars=report.scalars
+    )
 
 
 @fault("a leaf is left out of the norm", "norm > limit")
@@ -96,7 +104,9 @@ def _(uc: Any) -> dict[str, Any]:
 def _(uc: Any) -> dict[str, Any]:
     def clip_by_global_norm(grads: Any, max_norm: Any, **options: Any) -> Any:
         norm = uc.global_norm(grads, **options)
-        return mapped(lambda grad: grad * np.minimum(1.0, max_norm / (norm + 1e-6)).astype(grad.dtype), grads), norm
+        return mapped(
+            lambda grad: grad * np.minimum(1.0, max_norm / (norm + 1e-6)).astype(grad.dtype), grads
+        ), norm
 
     return {"clip_by_global_norm": clip_by_global_norm}
 
@@ -147,12 +157,18 @@ def _(uc: Any) -> dict[str, Any]:
 
 @fault("a window has one norm less", "a limit that learns")
 def _(uc: Any) -> dict[str, Any]:
-    return {"autoclip": lambda percentile=10, window=10_000, **options: uc.autoclip(percentile, window - 1, **options)}
+    return {
+        "autoclip": lambda percentile=10, window=10_000, **options: uc.autoclip(
+            percentile, window - 1, **options
+        )
+    }
 
 
 @fault("the warm-up takes one step more", "a limit that learns")
 def _(uc: Any) -> dict[str, Any]:
-    return {"zclip": lambda *args, warmup=25, **options: uc.zclip(*args, warmup=warmup + 1, **options)}
+    return {
+        "zclip": lambda *args, warmup=25, **options: uc.zclip(*args, warmup=warmup + 1, **options)
+    }
 
 
 @fault("a step that is not finite is learned", "… and a rule that remembers")
@@ -235,14 +251,20 @@ def _(uc: Any) -> dict[str, Any]:
 @fault("rows are taken for columns", "norm > limit")
 def _(uc: Any) -> dict[str, Any]:
     turned = lambda axis: {0: -1, -1: 0}.get(axis, axis)
-    return {"by_norm": lambda limit, axis=None, **options: uc.by_norm(limit, axis=turned(axis), **options)}
+    return {
+        "by_norm": lambda limit, axis=None, **options: uc.by_norm(
+            limit, axis=turned(axis), **options
+        )
+    }
 
 
 @fault("an array in two places counts once", "the same array in two places")
 def _(uc: Any) -> dict[str, Any]:
     def clip_by_global_norm(grads: Any, max_norm: Any, **options: Any) -> Any:
         once = list({id(leaf): leaf for leaf in leaves(grads)}.values())
-        return uc.clip_by_global_norm(grads, max_norm, norm=uc.global_norm(once, **options), **options)
+        return uc.clip_by_global_norm(
+            grads, max_norm, norm=uc.global_norm(once, **options), **options
+        )
 
     return {"clip_by_global_norm": clip_by_global_norm}
 
@@ -267,7 +289,9 @@ def _(uc: Any) -> dict[str, Any]:
 
 @fault("float64 is measured in float32", "norm > limit")
 def _(uc: Any) -> dict[str, Any]:
-    narrow = lambda grad: grad.astype("float32").astype("float64") if grad.dtype == "float64" else grad
+    narrow = lambda grad: (
+        grad.astype("float32").astype("float64") if grad.dtype == "float64" else grad
+    )
 
     def clip(uc: Any, grads: Any, rule: Any, *rest: Any, **options: Any) -> Any:
         return uc.clip(mapped(narrow, grads), rule, *rest, **options)

@@ -1,4 +1,6 @@
-"""The frameworks the tests run on: how each makes an array, and how it runs code (eagerly, compiled)."""
+"""The frameworks the tests run on: how each makes an array,
+and how it runs code (eagerly, compiled).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-ALL_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32", "int64")
+ALL_DTYPES = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "int32",
+    "int64",
+)
 
 
 class Framework:
@@ -54,7 +65,10 @@ class Framework:
         return isinstance(array, (np.ndarray, np.generic))
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function as the framework's users call it many times; arguments are trees of arrays."""
+        """Return the function as the framework's users call it many times.
+
+        Arguments are trees of arrays.
+        """
         return function
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -62,23 +76,32 @@ class Framework:
         return self.compiled(function)(*args)
 
     def outline(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what has the dtypes and shapes of what the function returns; nothing is compiled if there is a way."""
+        """Return what has the dtypes and shapes of what the function returns.
+
+        Nothing is compiled if there is a way.
+        """
         return self.run(function, *args)
 
     def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the derivative of a scalar function by its first argument, to be called many times."""
+        """Return the derivative of a scalar function by its first argument,
+        to be called many times.
+        """
         raise NotImplementedError
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         """Return the derivative of a scalar function at ``x``."""
         return self.derivative(function)(x)
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
+    def sparse(
+        self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32"
+    ) -> Any:
         """Return a sparse array of rows; a row that occurs twice counts as the sum."""
         raise NotImplementedError
 
     def dense(self, leaf: Any) -> np.ndarray:
-        """Return a sparse array of the framework as a dense one of NumPy; a dense one is an error."""
+        """Return a sparse array of the framework as a dense one of NumPy;
+        a dense one is an error.
+        """
         raise NotImplementedError
 
     @contextmanager
@@ -94,7 +117,9 @@ class Framework:
 
 def _numpy_dtype(name: str) -> Any:
     """Return a dtype of NumPy; the one that is not NumPy's own comes from another package."""
-    return np.dtype(getattr(importlib.import_module("ml_dtypes"), name) if name == "bfloat16" else name)
+    return np.dtype(
+        getattr(importlib.import_module("ml_dtypes"), name) if name == "bfloat16" else name
+    )
 
 
 def _castable(values: Any, dtype: str) -> np.ndarray:
@@ -108,7 +133,9 @@ class Strict(Framework):
     name = "array-api-strict"
     family = "array-api-strict"
     writes = False
-    missing = MappingProxyType(dict.fromkeys(("float16", "bfloat16"), "not in the array API standard"))
+    missing = MappingProxyType(
+        dict.fromkeys(("float16", "bfloat16"), "not in the array API standard")
+    )
     same_objects = False
     raises = False
 
@@ -140,7 +167,11 @@ class MLX(Framework):
     def numpy(self, array: Any) -> np.ndarray:
         import mlx.core as mx
 
-        return np.asarray(array.astype(mx.float32)) if array.dtype == mx.bfloat16 else np.asarray(array)
+        return (
+            np.asarray(array.astype(mx.float32))
+            if array.dtype == mx.bfloat16
+            else np.asarray(array)
+        )
 
     def owns(self, array: Any) -> bool:
         return type(array).__module__.startswith("mlx")
@@ -175,20 +206,25 @@ class Torch(Framework):
         return isinstance(array, torch.Tensor)
 
     def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
-        """Return, by name, what records a function of arrays on an example, to call it with other values."""
+        """Return, by name, what records a function of arrays on an example,
+        to call it with other values.
+        """
         import torch
         from functorch.compile import aot_function, nop
         from torch.fx.experimental.proxy_tensor import make_fx
 
         def jit(function: Callable[..., Any], example: list[Any]) -> Callable[..., Any]:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of shapes that are compared
+                # of shapes that are compared
+                warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return torch.jit.trace(function, tuple(example), check_trace=False)
 
         return {
             "eager": lambda function, example: function,
             "make_fx": lambda function, example: make_fx(function)(*example),
-            "make_fx, symbolic": lambda function, example: make_fx(function, tracing_mode="symbolic")(*example),
+            "make_fx, symbolic": lambda function, example: make_fx(
+                function, tracing_mode="symbolic"
+            )(*example),
             "jit.trace": jit,
             "aot_function": lambda function, example: aot_function(function, nop),
         }
@@ -211,10 +247,14 @@ class Torch(Framework):
 
         return slope
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
+    def sparse(
+        self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32"
+    ) -> Any:
         import torch
 
-        return torch.sparse_coo_tensor([rows], self.array(values, dtype), shape, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            [rows], self.array(values, dtype), shape, check_invariants=True
+        )
 
     def dense(self, leaf: Any) -> np.ndarray:
         assert leaf.is_sparse
@@ -278,7 +318,9 @@ class TensorFlow(Framework):
 
         return self.compiled(slope)
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
+    def sparse(
+        self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32"
+    ) -> Any:
         import tensorflow as tf
 
         return tf.IndexedSlices(self.array(values, dtype), tf.constant(rows), tf.constant(shape))
@@ -304,7 +346,10 @@ class TensorFlowFunction(TensorFlow):
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import tensorflow as tf
 
-        log, compiled = logging.getLogger("tensorflow"), tf.function(function, jit_compile=self.jit_compile)
+        log, compiled = (
+            logging.getLogger("tensorflow"),
+            tf.function(function, jit_compile=self.jit_compile),
+        )
 
         def call(*args: Any) -> Any:
             heard: list[str] = []
@@ -336,14 +381,20 @@ class TensorFlowGraph(TensorFlowFunction):
         known: dict[str, Any] = {}
 
         def call(*args: Any) -> Any:
-            values = [x if x is None else x.numpy() for x in tf.nest.flatten(args, expand_composites=True)]
+            values = [
+                x if x is None else x.numpy() for x in tf.nest.flatten(args, expand_composites=True)
+            ]
             like = str(tf.nest.map_structure(_kind, args))
             if like not in known:
                 known[like] = self._graph(function, args)
             session, fed, result = known[like]
             parts = tf.nest.flatten(result, expand_composites=True)
             wanted = [x for x in parts if tf.is_tensor(x)]
-            feed = {x: v for x, v in zip(fed, values, strict=True) if x is not None and x.op.type == "Placeholder"}
+            feed = {
+                x: v
+                for x, v in zip(fed, values, strict=True)
+                if x is not None and x.op.type == "Placeholder"
+            }
             computed = iter(session.run(wanted, feed) if wanted else [])
             ready = [tf.constant(next(computed)) if tf.is_tensor(x) else x for x in parts]
             return tf.nest.pack_sequence_as(result, ready, expand_composites=True)
@@ -356,21 +407,34 @@ class TensorFlowGraph(TensorFlowFunction):
 
         with tf.Graph().as_default() as graph:
             fed = tf.nest.map_structure(_fed, args)
-            return tf.compat.v1.Session(graph=graph), tf.nest.flatten(fed, expand_composites=True), function(*fed)
+            return (
+                tf.compat.v1.Session(graph=graph),
+                tf.nest.flatten(fed, expand_composites=True),
+                function(*fed),
+            )
 
 
 def _kind(array: Any) -> Any:
     """Return what is the same for all arrays that one graph can be fed with."""
     shape = getattr(array, "dense_shape", None)
-    return None if array is None else (array.dtype, array.shape, shape if shape is None else shape.numpy())
+    return (
+        None
+        if array is None
+        else (array.dtype, array.shape, shape if shape is None else shape.numpy())
+    )
 
 
 def _fed(array: Any) -> Any:
-    """Return what a graph has for an array that it is fed with; the shape of a sparse one is part of the graph."""
+    """Return what a graph has for an array that it is fed with.
+
+    The shape of a sparse one is part of the graph.
+    """
     import tensorflow as tf
 
     if isinstance(array, tf.IndexedSlices):
-        return tf.IndexedSlices(_fed(array.values), _fed(array.indices), tf.constant(array.dense_shape.numpy()))
+        return tf.IndexedSlices(
+            _fed(array.values), _fed(array.indices), tf.constant(array.dense_shape.numpy())
+        )
     return None if array is None else tf.compat.v1.placeholder(array.dtype, array.shape)
 
 
@@ -380,7 +444,9 @@ class JAX(Framework):
     name = "jax"
     family = "JAX"
     writes = False
-    missing = MappingProxyType(dict.fromkeys(("float64", "complex128", "int64"), "with `jax_enable_x64` only"))
+    missing = MappingProxyType(
+        dict.fromkeys(("float64", "complex128", "int64"), "with `jax_enable_x64` only")
+    )
     default_float = "float32"
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
@@ -410,7 +476,9 @@ class JAX(Framework):
 
         return self.compiled(jax.grad(function))
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
+    def sparse(
+        self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32"
+    ) -> Any:
         from jax.experimental import sparse
 
         return sparse.BCOO((self.array(values, dtype), np.asarray(rows)[:, None]), shape=shape)

@@ -1,4 +1,6 @@
-"""What processes agree on, checked in each of them: parts, drop-ins, losses, what all refuse, what is saved."""
+"""What processes agree on, checked in each of them: parts, drop-ins, losses, what all refuse,
+what is saved.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def laid_out(full: list[torch.Tensor]) -> list[Any]:
 
 
 def placements(spoilt: float | None) -> None:
-    """Have every rule do the same to gradients in any layout, in place and not, and reports plain numbers."""
+    """Have every rule do the same to gradients in any layout, in place and not,
+    and reports plain numbers.
+    """
     full, params = drawn(*SHAPES), [tensor.cos() for tensor in drawn(*SHAPES)]
     if spoilt is not None:
         full[0][4, 0] = spoilt  # in the last process
@@ -119,12 +123,17 @@ def placements(spoilt: float | None) -> None:
             same(whole(found), wanted, msg=lambda text: f"{title}, {in_place}: {text}")
             assert (flags if title in PLACED else flags_of_all)(seen) == flags(report), title
             if title in PLACED:
-                same([leaves(seen.norms), leaves(seen.factors)], [leaves(report.norms), leaves(report.factors)])
+                same(
+                    [leaves(seen.norms), leaves(seen.factors)],
+                    [leaves(report.norms), leaves(report.factors)],
+                )
                 assert all(type(one) is torch.Tensor for one in leaves(seen.norms)), title
 
 
 def other_values() -> None:
-    """Measure squares beyond the range in any process, and parameters that are not divided as gradients are."""
+    """Measure squares beyond the range in any process,
+    and parameters that are not divided as gradients are.
+    """
     for factor in (1e30, 1e-30):
         full = [tensor * factor for tensor in drawn(*SHAPES)]
         same(uc.global_norm(laid_out(full)), uc.global_norm(full))
@@ -133,7 +142,11 @@ def other_values() -> None:
     on = lambda tensors, mesh: [distribute_tensor(t, mesh, [Shard(0)] * mesh.ndim) for t in tensors]
     for rule in (KEPT["units"], PLACED["relative"]):
         wanted = uc.clip(full, rule, params)[0]
-        for grads, theirs in ((full, on(params, one)), (on(full, one), params), (on(full, one), on(params, two))):
+        for grads, theirs in (
+            (full, on(params, one)),
+            (on(full, one), params),
+            (on(full, one), on(params, two)),
+        ):
             same(whole(uc.clip(grads, rule, theirs)[0]), wanted)
     for rule in (uc.spam(), uc.Rule(Shared(), scope=uc.scopes.unit())):
         with pytest.raises(ValueError, match=r"divided.*each_leaf"):
@@ -154,7 +167,9 @@ def odd_parts() -> None:
 
 
 def sums_of_examples() -> None:
-    """Add the clipped gradients of examples that are divided, and remember norms beside leaves that are."""
+    """Add the clipped gradients of examples that are divided,
+    and remember norms beside leaves that are.
+    """
     mesh = init_device_mesh("cpu", (2,))
     [full] = drawn((4, 3))
     divided = distribute_tensor(full, mesh, [Shard(0)])
@@ -183,7 +198,10 @@ def reductions(run: Callable[[], Any]) -> int:
 def meshed(shape: tuple[int, ...], *places: Any, rows: bool = True) -> list[Any]:
     """Return matrices, and a vector if not only ``rows``, divided on a mesh."""
     mesh = init_device_mesh("cpu", shape)
-    return [distribute_tensor(one, mesh, places) for one in drawn((5, 3), (4, 6), *([] if rows else [(7,)]))]
+    return [
+        distribute_tensor(one, mesh, places)
+        for one in drawn((5, 3), (4, 6), *([] if rows else [(7,)]))
+    ]
 
 
 def plain(dtype: Any = torch.float32, by: float = 1.0) -> list[Any]:
@@ -201,7 +219,12 @@ COUNTED: dict[str, tuple[Callable[[], list[Any]], Any, int, int]] = {
     "a group: loss": (plain, uc.skip_spikes(), 2, 1),
     "a group: zero, NaN": (partial(plain, by=math.nan), PLACED["zero"], 3, 2),
     "a group: float64": (partial(plain, torch.float64), PLACED["global"], 2, 1),
-    "a group: float64 out of range": (partial(plain, torch.float64, 1e-200), PLACED["global"], 4, 3),
+    "a group: float64 out of range": (
+        partial(plain, torch.float64, 1e-200),
+        PLACED["global"],
+        4,
+        3,
+    ),
     "a group: float64 zeros": (partial(plain, torch.float64, 0.0), PLACED["global"], 2, 1),
     **{f"FSDP2: {name}": (SHARDED, rule, 1, 1) for name, rule in PLACED.items()},
     "FSDP2: rows": (partial(SHARDED, rows=False), KEPT["rows"], 1, 1),
@@ -211,7 +234,12 @@ COUNTED: dict[str, tuple[Callable[[], list[Any]], Any, int, int]] = {
     "FSDP2: learns": (SHARDED, uc.autoclip(50, window=4), 1, 1),
     "FSDP2: loss": (SHARDED, uc.skip_spikes(), 1, 1),
     **{f"two dimensions: {name}": (TWICE, rule, 2, 2) for name, rule in PLACED.items()},
-    "two meshes and a plain one": (lambda: [*meshed((4,), Shard(0)), *TWICE(), *plain()], PLACED["global"], 3, 3),
+    "two meshes and a plain one": (
+        lambda: [*meshed((4,), Shard(0)), *TWICE(), *plain()],
+        PLACED["global"],
+        3,
+        3,
+    ),
 }
 """Gradients, a rule, and how many collectives its first step may take, and each other one."""
 
@@ -231,7 +259,9 @@ def compiled(name: str) -> None:
     grads, joins = made(), {"all_reduce": world()} if name.startswith("a group") else {}
     wanted, report = uc.clip(grads, rule, grads, **joins)
     step = torch.compile(
-        lambda *some: uc.clip(list(some), rule, list(some), **joins), fullgraph=True, backend="aot_eager"
+        lambda *some: uc.clip(list(some), rule, list(some), **joins),
+        fullgraph=True,
+        backend="aot_eager",
     )
     found, seen = step(*grads)
     same(whole(found), whole(wanted))
@@ -256,7 +286,9 @@ def derived(name: str, group: bool) -> None:
     def mine(full: list[torch.Tensor]) -> list[Any]:
         if group:
             return [one.tensor_split(2)[rank()] for one in full]
-        return [distribute_tensor(one, mesh, place) for one, place in zip(full, places, strict=True)]
+        return [
+            distribute_tensor(one, mesh, place) for one, place in zip(full, places, strict=True)
+        ]
 
     def slopes(part: Callable[[list[torch.Tensor]], list[Any]], **join: Any) -> list[Any]:
         grads, one, two = (part(drawn(*shapes, seed=seed)) for seed in range(3))
@@ -266,15 +298,22 @@ def derived(name: str, group: bool) -> None:
         return [*first, *torch.autograd.grad(added(first, two), grads)]
 
     def added(some: Any, weights: list[Any]) -> torch.Tensor:
-        return sum(whole((a * b).sum() for a, b in zip(some, weights, strict=True)), torch.zeros(()))
+        return sum(
+            whole((a * b).sum() for a, b in zip(some, weights, strict=True)), torch.zeros(())
+        )
 
-    found, wanted = slopes(mine, all_reduce=world()) if group else slopes(mine), slopes(lambda full: full)
+    found, wanted = (
+        slopes(mine, all_reduce=world()) if group else slopes(mine),
+        slopes(lambda full: full),
+    )
     parts = [one for some in (wanted[:3], wanted[3:]) for one in mine([x.detach() for x in some])]
     torch.testing.assert_close(whole(found), whole(parts), rtol=1e-5, atol=1e-6)
 
 
 def derived_of_addends() -> None:
-    """Differentiate through a clip of gradients still to be added: each addend has the derivative of the sum."""
+    """Differentiate through a clip of gradients still to be added:
+    each addend has the derivative of the sum.
+    """
     mesh, (full, weights) = init_device_mesh("cpu", (2,)), drawn((4, 3), (4, 3))
     one = full.clone().requires_grad_()
     (uc.clip(one, uc.by_global_norm(0.5))[0] * weights).sum().backward()
@@ -288,10 +327,15 @@ def derived_of_addends() -> None:
 
 
 def drop_ins() -> None:
-    """Clip every mixture of layouts by the functions of torch.nn.utils, as PyTorch's own where they can."""
+    """Clip every mixture of layouts by the functions of torch.nn.utils,
+    as PyTorch's own where they can.
+    """
     full = drawn(*SHAPES)
     for order in (2.0, "inf", 1.0):
-        params, (wanted, norm) = with_grads(full), uc.clip_by_global_norm(full, 0.5, ord=float(order))
+        params, (wanted, norm) = (
+            with_grads(full),
+            uc.clip_by_global_norm(full, 0.5, ord=float(order)),
+        )
         found = clip_grad_norm_(params, 0.5, norm_type=order)
         assert type(found) is torch.Tensor
         same([found, *whole(p.grad for p in params)], [norm, *wanted])
@@ -304,11 +348,18 @@ def drop_ins() -> None:
     same(whole(p.grad for p in params), uc.clip_by_value(full, -0.3, 0.3))
     ours, theirs = with_grads(full)[:2], with_grads(full)[:2]
     norms = clip_grad_norm_(ours, 0.5), nn.utils.clip_grad_norm_(theirs, 0.5)
-    same(*(whole([norm, *(p.grad for p in some)]) for norm, some in zip(norms, (ours, theirs), strict=True)))
+    same(
+        *(
+            whole([norm, *(p.grad for p in some)])
+            for norm, some in zip(norms, (ours, theirs), strict=True)
+        )
+    )
 
 
 def drop_in_without_a_gradient() -> None:
-    """Let a process join in, once, that has no gradient of a distributed parameter, and keeps ``None``."""
+    """Let a process join in, once, that has no gradient of a distributed parameter,
+    and keeps ``None``.
+    """
     params = with_grads(drawn((4, 3), (4, 6), *SHAPES[2:]))[:2]
     before = [p.grad.to_local().clone() for p in params]
     norm = uc.global_norm(before)
@@ -322,8 +373,14 @@ def drop_in_without_a_gradient() -> None:
 
 
 def drop_in_of_parts() -> None:
-    """Take plain tensors for parts with all_reduce=, what shared= names counts once; raise in all if one has a NaN."""
-    full, params = drawn((6, 4), (3,)), [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))]
+    """Take plain tensors for parts with all_reduce=, what shared= names counts once.
+
+    Raise in all if one has a NaN.
+    """
+    full, params = (
+        drawn((6, 4), (3,)),
+        [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))],
+    )
     wanted, norm = uc.clip_by_global_norm(full, 0.5)
     joins = {"all_reduce": world(), "shared": lambda path, leaf: path[-1] == 1}
     for use in (clip_grad_norm_, get_total_norm):
@@ -344,15 +401,23 @@ def drop_in_of_parts() -> None:
 
 
 def one_has_nothing(names: list[str]) -> None:
-    """Let a process without gradients take part: they are ``None``, or there are no leaves at all."""
-    full, params = (dict(zip(("norm", "up"), drawn((3, 4), (5, 4), seed=seed), strict=True)) for seed in (0, 1))
+    """Let a process without gradients take part: they are ``None``,
+    or there are no leaves at all.
+    """
+    full, params = (
+        dict(zip(("norm", "up"), drawn((3, 4), (5, 4), seed=seed), strict=True)) for seed in (0, 1)
+    )
     for name in names:
         rule = RULES[name].rule
         wanted, _, report = rule.update(full, rule.init(full), params)
         for empty in ((dict.fromkeys(full), params), ({}, {})):
             grads, here = (full, params) if rank() == 0 else empty
             clipped, _, seen = rule.update(grads, rule.init(here), here, world())
-            same(clipped, wanted if rank() == 0 else empty[0], msg=lambda text, name=name: f"{name}: {text}")
+            same(
+                clipped,
+                wanted if rank() == 0 else empty[0],
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
             same(leaves(seen.norms), leaves(report.norms))
             assert flags(seen) == flags(report), name
 
@@ -363,19 +428,25 @@ LEARNS = {
     "zclip": uc.zclip(),
     "adagc": uc.adagc(warmup=3),
     "skip_spikes": uc.skip_spikes(window=8, warmup=3),
-    "groups": uc.Rule(uc.limits.Ema(1.5, 0.9), scope=uc.scopes.Scope(label=lambda path, leaf: path[-1] < 1)),
+    "groups": uc.Rule(
+        uc.limits.Ema(1.5, 0.9), scope=uc.scopes.Scope(label=lambda path, leaf: path[-1] < 1)
+    ),
 }
 
 
 def remembered(name: str, divided: bool) -> None:
-    """Take thirty steps with a spike, a NaN and no gradients in one process: all remember the same, to the bit."""
+    """Take thirty steps with a spike, a NaN and no gradients in one process:
+    all remember the same, to the bit.
+    """
     rule, mesh = LEARNS[name], init_device_mesh("cpu", (RANKS,))
     params = drawn((RANKS, 3), (2 * RANKS,))
     here = [distribute_tensor(one, mesh, [Shard(0)]) for one in params] if divided else params
     joins: dict[str, Any] = {} if divided else {"all_reduce": world()}
     state, alone = rule.init(here), rule.init(params)
     for step in range(30):
-        full = [one * (9 if step == 20 else 1) for one in drawn((RANKS, 3), (2 * RANKS,), seed=step)]
+        full = [
+            one * (9 if step == 20 else 1) for one in drawn((RANKS, 3), (2 * RANKS,), seed=step)
+        ]
         if step == 10:
             full[0][-1, 0] = math.nan
         if step % 7 == 3:  # one process has nothing
@@ -383,18 +454,27 @@ def remembered(name: str, divided: bool) -> None:
                 one.chunk(RANKS)[1].zero_()
         loss = float(full[1].abs().sum())
         mine = [one.chunk(RANKS)[rank()] for one in full]
-        grads = [distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None) for one in full] if divided else mine
+        grads = (
+            [distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None) for one in full]
+            if divided
+            else mine
+        )
         if step % 7 == 3 and rank() == 1:
             grads = [None, None]
         _, state, report = rule.update(grads, state, here, loss=loss, **joins)
         _, alone, its = rule.update(full, alone, params, loss=loss)
         assert flags(report) == flags(its), step
         same(leaves(state), leaves(alone))
-        alike({number: one.numpy().tobytes() for number, one in enumerate(leaves(state))}, f"step {step}")
+        alike(
+            {number: one.numpy().tobytes() for number, one in enumerate(leaves(state))},
+            f"step {step}",
+        )
 
 
 def losses() -> None:
-    """Give an attached rule the mean of the losses that there are; at last three processes have no gradients."""
+    """Give an attached rule the mean of the losses that there are;
+    at last three processes have no gradients.
+    """
     weight, skipped = nn.Parameter(torch.ones(3)), []
     optimizer = torch.optim.SGD([weight], lr=0.0)
     handle = attach(optimizer, uc.skip_spikes(z=2.0, window=8, warmup=3))
@@ -411,7 +491,10 @@ def losses() -> None:
 
 
 def fsdp1(*, alone: bool) -> None:
-    """Refuse FSDP1's parameters, which look whole, without all_reduce=, but by value; one process may have them."""
+    """Refuse FSDP1's parameters, which look whole, without all_reduce=, but by value.
+
+    One process may have them.
+    """
     for original in (False, True):
         laid = Flat(use_orig_params=original)
         laid.backward(0)
@@ -442,11 +525,17 @@ REFUSALS: dict[str, tuple[Callable[[bool], Any], str]] = {
     "another limit": (lambda wrong: stepped(uc.by_global_norm(0.5 + wrong), "a"), "rule"),
     "another limit beside no gradient": (
         lambda wrong: uc.clip(
-            [None if wrong else torch.ones(3)], uc.by_global_norm(0.5 + wrong), [torch.ones(3)], world()
+            [None if wrong else torch.ones(3)],
+            uc.by_global_norm(0.5 + wrong),
+            [torch.ones(3)],
+            world(),
         ),
         "rule",
     ),
-    "other leaves": (lambda wrong: stepped(OF_EACH, "a", "c" if wrong else "b"), "different leaves"),
+    "other leaves": (
+        lambda wrong: stepped(OF_EACH, "a", "c" if wrong else "b"),
+        "different leaves",
+    ),
 }
 
 
@@ -465,14 +554,18 @@ Leaves = dict[str, tuple[int, int]]
 
 def optimizer_of(held: Leaves) -> Any:
     """Return an optimizer of leaves."""
-    named = [(name, nn.Parameter(drawn((3, 2), seed=value)[0])) for name, (value, _) in held.items()]
+    named = [
+        (name, nn.Parameter(drawn((3, 2), seed=value)[0])) for name, (value, _) in held.items()
+    ]
     for (_, p), (_, seed) in zip(named, held.values(), strict=True):
         p.grad = drawn((3, 2), seed=seed)[0]
     return torch.optim.SGD(named, lr=0.1)
 
 
 def norm_of(*seeds: int | tuple[int, ...]) -> float:
-    """Return the norm of gradients in one process, of several seeds in a tuple that of their mean."""
+    """Return the norm of gradients in one process,
+    of several seeds in a tuple that of their mean.
+    """
     every = [one if isinstance(one, tuple) else (one,) for one in seeds]
     means = [sum(drawn((3, 2), seed=seed)[0].double() for seed in one) / len(one) for one in every]
     return torch.cat(means).norm().item()
@@ -481,7 +574,10 @@ def norm_of(*seeds: int | tuple[int, ...]) -> float:
 COPIES: tuple[Leaves, Leaves] = ({"a": (1, 10), "b": (2, 11)},) * 2
 STAGES: tuple[Leaves, Leaves] = ({"layer0": (0, 10)}, {"layer1": (1, 11)})
 PARTS: tuple[Leaves, Leaves] = ({"a": (0, 10)}, {"a": (1, 11)})
-EXPERTS: tuple[Leaves, Leaves] = ({"copied": (1, 2), "one": (10, 20)}, {"copied": (1, 2), "two": (11, 21)})
+EXPERTS: tuple[Leaves, Leaves] = (
+    {"copied": (1, 2), "one": (10, 20)},
+    {"copied": (1, 2), "two": (11, 21)},
+)
 COPIED = lambda path, leaf: path[-1] == "copied"
 CHECKED: dict[str, tuple[Any, Any, dict[str, Any], tuple[Any, ...], Any]] = {
     "copies": (COPIES, JOINT, {}, (10, 11), [(10, 11), (10, 11)]),
@@ -492,13 +588,24 @@ CHECKED: dict[str, tuple[Any, Any, dict[str, Any], tuple[Any, ...], Any]] = {
     "parts joined": (PARTS, JOINT, {"joined": True}, (10, 11), [(10, 11), (10, 11)]),
     "never averaged": (({"a": (1, 10)}, {"a": (1, 11)}), JOINT, {}, ((10, 11),), [(10,), (11,)]),
     "copies counted twice": (EXPERTS, JOINT, {"joined": True}, (2, 20, 21), [(2, 2, 20, 21)] * 2),
-    "copies that are said": (EXPERTS, JOINT, {"joined": True, "shared": COPIED}, (2, 20, 21), [(2, 20, 21)] * 2),
+    "copies that are said": (
+        EXPERTS,
+        JOINT,
+        {"joined": True, "shared": COPIED},
+        (2, 20, 21),
+        [(2, 20, 21)] * 2,
+    ),
 }
-"""The leaves of two processes, a rule, how they are joined; the gradients of the norm of one process, and of each."""
+"""The leaves of two processes, a rule, how they are joined.
+
+The gradients of the norm of one process, and of each.
+"""
 
 
 def layout_checked(name: str) -> None:
-    """Tell whether the norm is that of one process, and what each process finds, and change nothing."""
+    """Tell whether the norm is that of one process, and what each process finds,
+    and change nothing.
+    """
     held, rule, joined, seeds, found = CHECKED[name]
     optimizer = optimizer_of(held[rank()])
     joins = {"all_reduce": world() if "joined" in joined else None, "shared": joined.get("shared")}
@@ -508,18 +615,30 @@ def layout_checked(name: str) -> None:
     if seeds:
         assert check.norm == pytest.approx(norm_of(*seeds), rel=1e-6)
         assert check.norms == pytest.approx([norm_of(*theirs) for theirs in found], rel=1e-6)
-        assert check.shares == pytest.approx([norm_of(*(seed for _, seed in one.values())) for one in held], rel=1e-6)
+        assert check.shares == pytest.approx(
+            [norm_of(*(seed for _, seed in one.values())) for one in held], rel=1e-6
+        )
     assert check.ok == (found is None or found == [seeds] * 2), check
-    with nullcontext() if check.ok else pytest.raises(ValueError, match=r"NOT(.|\n)*off by(.|\n)*all_reduce="):
+    with (
+        nullcontext()
+        if check.ok
+        else pytest.raises(ValueError, match=r"NOT(.|\n)*off by(.|\n)*all_reduce=")
+    ):
         check.raise_if_wrong()
     alike({"text": str(check)}, name)
     assert not optimizer.state
-    assert all(torch.equal(p, value) and torch.equal(p.grad, g) for p, (value, g) in zip(params, before, strict=True))
+    assert all(
+        torch.equal(p, value) and torch.equal(p.grad, g)
+        for p, (value, g) in zip(params, before, strict=True)
+    )
     attach(optimizer, rule, **joins).remove()  # it has no rule yet
 
 
 def layout_of_a_run(name: str) -> None:
-    """Find nothing wrong in a layout that is, and the norm of one process; find it wrong without all_reduce=."""
+    """Find nothing wrong in a layout that is, and the norm of one process.
+
+    Find it wrong without all_reduce=.
+    """
     laid = LAYOUTS[name]()
     laid.backward(0)
     optimizer = laid.optimizer(laid.trained(), lr=0.1)
@@ -534,7 +653,9 @@ def layout_of_a_run(name: str) -> None:
 
 
 def layout_refused() -> None:
-    """Report what one process refuses in both, what cannot be checked, and that there is no gradient."""
+    """Report what one process refuses in both, what cannot be checked,
+    and that there is no gradient.
+    """
     optimizer = optimizer_of(PARTS[rank()])
     (p,) = optimizer.param_groups[0]["params"]
     (problem,) = check_layout(optimizer, uc.agc(0.1)).problems
@@ -556,20 +677,28 @@ PART = 4
 """How many steps each number of processes takes."""
 
 
-def trained(name: str, steps: range, ranks: int, load: Any = None) -> tuple[Any, Any, Callable[[], Any]]:
-    """Train, from a checkpoint, each process on a share; return the network, the handle, and what a checkpoint has."""
+def trained(
+    name: str, steps: range, ranks: int, load: Any = None
+) -> tuple[Any, Any, Callable[[], Any]]:
+    """Train, from a checkpoint, each process on a share.
+
+    Return the network, the handle, and what a checkpoint has.
+    """
     net = Net()
     if ranks > 1:
         fully_sharded(net, init_device_mesh("cpu", (ranks,)))
     optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.01)
     handle = attach(optimizer, SAVED[name])
     state = lambda: (
-        dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True)) | {"clipping": handle}
+        dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+        | {"clipping": handle}
     )
     if load is not None:
         loaded = state()
         dcp.load(loaded, checkpoint_id=load)
-        set_state_dict(net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        set_state_dict(
+            net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+        )
     for step in steps:
         optimizer.zero_grad()
         loss_of(net, step, range(RANKS)[rank() % ranks :: ranks]).backward()

@@ -1,4 +1,6 @@
-"""Layouts of a run: which rules each takes, how it holds a small model and its gradients; a page prints the table."""
+"""Layouts of a run: which rules each takes, how it holds a small model and its gradients;
+a page prints the table.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import uniclip as uc
 
@@ -26,7 +33,11 @@ ABSENT = 1
 
 def label(path: Any, leaf: Any) -> str:
     """Name the group of a leaf, by its name or, in an optimizer that knows no names, its number."""
-    return "rest" if str(path[-1]).startswith(("up", "down", "head", "experts")) or path[-1] in range(3, 9) else "first"
+    return (
+        "rest"
+        if str(path[-1]).startswith(("up", "down", "head", "experts")) or path[-1] in range(3, 9)
+        else "first"
+    )
 
 
 class Kind(NamedTuple):
@@ -43,20 +54,29 @@ RULES = {
     "global": Kind("`by_global_norm`", uc.by_global_norm(0.2)),
     "largest": Kind("`by_global_norm`, ∞-norm", uc.by_global_norm(0.03, ord=math.inf)),
     "leaf": Kind("`by_norm`", uc.by_norm(0.1), each=True),
-    "groups": Kind("`by_group_norm`", uc.by_group_norm({"first": 0.05, "rest": 0.1}, label), each=True),
+    "groups": Kind(
+        "`by_group_norm`", uc.by_group_norm({"first": 0.05, "rest": 0.1}, label), each=True
+    ),
     "agc": Kind("`agc`", uc.agc(0.02), each=True),
     "autoclip": Kind("`autoclip`", uc.autoclip(50, window=4)),
     "zclip": Kind("`zclip`", uc.zclip(0.5, 0.5, warmup=2)),
     "adagc": Kind("`adagc`", uc.adagc(1.0, warmup=1), each=True),
     "skip": Kind('`nonfinite="skip"`', uc.by_global_norm(0.2, nonfinite="skip")),
-    "spikes": Kind("`skip_spikes` with a loss", uc.skip_spikes(z=1.0, window=4, warmup=2), loss=True),
+    "spikes": Kind(
+        "`skip_spikes` with a loss", uc.skip_spikes(z=1.0, window=4, warmup=2), loss=True
+    ),
 }
-KEPT = "norms along axes take no `all_reduce=`: leave it out where leaves are whole, or use DTensors"
-EACH = (
-    "beside `all_reduce=` every process needs the same leaves, but in a rule of one norm, or of groups with names: "
-    "leave it out, as these leaves are whole in their process"
+KEPT = (
+    "norms along axes take no `all_reduce=`: leave it out where leaves are whole, or use DTensors"
 )
-FLAT = "a flat parameter is a part of several leaves, and nobody knows where one ends: use FSDP2, or a rule of one norm"
+EACH = (
+    "beside `all_reduce=` every process needs the same leaves, but in a rule of one norm, or of "
+    "groups with names: leave it out, as these leaves are whole in their process"
+)
+FLAT = (
+    "a flat parameter is a part of several leaves, and nobody knows where one ends: use FSDP2, or "
+    "a rule of one norm"
+)
 
 
 class Net(nn.Module):
@@ -83,8 +103,13 @@ class Net(nn.Module):
 
 
 def loss_of(net: Any, step: int, shares: Iterable[int] = range(RANKS)) -> Any:
-    """Return the loss of some of the four shares of a batch; it differs from step to step, with a spike in the 4th."""
-    both = torch.randint(TOKENS, (RANKS, 2, 2, LENGTH), generator=torch.Generator().manual_seed(step))
+    """Return the loss of some of the four shares of a batch.
+
+    It differs from step to step, with a spike in the 4th.
+    """
+    both = torch.randint(
+        TOKENS, (RANKS, 2, 2, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     tokens, wanted = both[list(shares)].unbind(1)
     loss = nn.functional.cross_entropy(net(tokens.flatten(0, 1)).flatten(0, 1), wanted.flatten())
     return loss * (20 if step == 3 else 1 + 0.1 * step)
@@ -156,7 +181,9 @@ class OneProcess:
             local(grad)[self.entries(grad) == grad.numel() - 1] = value
 
     def absent(self, name: str, grad: Any) -> bool:
-        """Whether a process has no gradient in some cases: one leaf that is a copy, in all; parts in one of them."""
+        """Whether a process has no gradient in some cases: one leaf that is a copy, in all;
+        parts in one of them.
+        """
         if not isinstance(grad, DTensor):
             return name == "head.bias"
         place = (grad.device_mesh.mesh == ABSENT).nonzero()
@@ -204,7 +231,9 @@ class Zero(DataParallel):
     """Copies, and an optimizer that splits its states; it knows no names."""
 
     title = "`ZeroRedundancyOptimizer`, attached outside"
-    optimizer = staticmethod(lambda params, **how: ZeroRedundancyOptimizer(params, torch.optim.SGD, **how))
+    optimizer = staticmethod(
+        lambda params, **how: ZeroRedundancyOptimizer(params, torch.optim.SGD, **how)
+    )
 
     def trained(self) -> Any:
         return list(self.named().values())
@@ -225,7 +254,10 @@ class FullySharded(OneProcess):
 
     def made(self, net: Any) -> Any:
         return fully_sharded(
-            net, init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard")[-len(self.mesh) :])
+            net,
+            init_device_mesh(
+                "cpu", self.mesh, mesh_dim_names=("replicate", "shard")[-len(self.mesh) :]
+            ),
         )
 
     def shares(self) -> list[int]:
@@ -315,7 +347,9 @@ class PlainExperts(Experts):
 
     def named(self) -> dict[str, Any]:
         mine = f"experts.{self.rank}"
-        return {name: p for name, p in super().named().items() if "experts" not in name or name == mine}
+        return {
+            name: p for name, p in super().named().items() if "experts" not in name or name == mine
+        }
 
     def absent(self, name: str, grad: Any) -> bool:
         return name in {f"experts.{ABSENT}", "head.bias"}
@@ -405,10 +439,17 @@ LAYOUTS: dict[str, type[OneProcess]] = {
 
 def table() -> str:
     """Return the layouts and rules as a Markdown table, and below it why what is refused is."""
-    notes = list(dict.fromkeys(why for layout in LAYOUTS.values() for why in layout.refused.values()))
+    notes = list(
+        dict.fromkeys(why for layout in LAYOUTS.values() for why in layout.refused.values())
+    )
     lines = [["", *(kind.title for kind in RULES.values())], ["---", *[":-:"] * len(RULES)]]
     for layout in LAYOUTS.values():
-        cells = [f"({notes.index(layout.refused[name]) + 1})" if name in layout.refused else "✓" for name in RULES]
+        cells = [
+            f"({notes.index(layout.refused[name]) + 1})" if name in layout.refused else "✓"
+            for name in RULES
+        ]
         lines.append([layout.title, *cells])
     numbered = [f"{number}. Refused: {note}." for number, note in enumerate(notes, 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + "\n".join(numbered) + "\n"
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + "\n".join(numbered) + "\n"
+    )

@@ -1,12 +1,13 @@
 """What rules do to gradients, by their documentation and their papers; imports nothing of uniclip.
 
-Numbers are intervals of NumPy's long double. A `Span` holds every value that a computation in float32 (or float64), in
-whatever order, may come to: each operation widens it by a few units in the last place of that precision. So tolerances
-follow from the conditioning of what is computed, and a comparison of two spans has three answers: yes, no, and maybe.
-NumPy's floating-point warnings are to be off: ∞ and 0/0 are handled.
+Numbers are intervals of NumPy's long double. A `Span` holds every value that a computation in
+float32 (or float64), in whatever order, may come to: each operation widens it by a few units in the
+last place of that precision. So tolerances follow from the conditioning of what is computed, and a
+comparison of two spans has three answers: yes, no, and maybe. NumPy's floating-point warnings are
+to be off: ∞ and 0/0 are handled.
 
-A rule is plain data here (`Plan`). Where NaN and ∞ are, what comes out is known without arithmetic, so entries that are
-not finite are marked, and the spans hold 0 in their place.
+A rule is plain data here (`Plan`). Where NaN and ∞ are, what comes out is known without arithmetic,
+so entries that are not finite are marked, and the spans hold 0 in their place.
 """
 # ruff: noqa: EM101, EM102, TRY003, N818 - what stops a case is caught and counted
 
@@ -25,7 +26,10 @@ import numpy as np
 Array: TypeAlias = Any
 LONG = np.longdouble
 if np.finfo(LONG).nmant <= np.finfo(np.float64).nmant:
-    message = "the oracle needs a long double that is wider than a double, as Linux has it on x86-64 and on ARM"
+    message = (
+        "the oracle needs a long double that is wider than a double, as Linux has it on x86-64 and "
+        "on ARM"
+    )
     raise RuntimeError(message)
 
 ROUNDINGS = 4
@@ -39,12 +43,16 @@ class Precision(NamedTuple):
     ulp: float
     """Half a unit in the last place, of 1."""
     tiny: float
-    """What is lost where a result is near 0: the smallest number, or the smallest normal one if others become 0."""
+    """What is lost where a result is near 0: the smallest number,
+    or the smallest normal one if others become 0.
+    """
     largest: float
 
     def wider(self, other: Precision) -> Precision:
         """Return what holds for a result of both."""
-        return Precision(max(self.ulp, other.ulp), max(self.tiny, other.tiny), min(self.largest, other.largest))
+        return Precision(
+            max(self.ulp, other.ulp), max(self.tiny, other.tiny), min(self.largest, other.largest)
+        )
 
 
 def precision(dtype: str, *, flush: bool) -> Precision:
@@ -82,7 +90,9 @@ class Span:
         ends = []
         for end, by in ((self.lo, -times * ulp), (self.hi, times * ulp)):
             size = np.abs(end)
-            ends.append(end + size * by + math.copysign(tiny, by) * ((size > 0) & (size < tiny / ulp)))
+            ends.append(
+                end + size * by + math.copysign(tiny, by) * ((size > 0) & (size < tiny / ulp))
+            )
         lo, hi = ends
         if math.isfinite(largest) and (hi > largest).any():
             lo, hi = np.minimum(lo, largest), np.where(hi > largest, np.inf, hi)
@@ -90,12 +100,16 @@ class Span:
 
     def __add__(self, other: Any) -> Span:
         other = other if isinstance(other, Span) else exact(other, self.precision)
-        return Span(self.lo + other.lo, self.hi + other.hi, self.precision.wider(other.precision)).rounded()
+        return Span(
+            self.lo + other.lo, self.hi + other.hi, self.precision.wider(other.precision)
+        ).rounded()
 
     def __sub__(self, other: Any) -> Span:
         """Return the difference; its rounding is that of what is subtracted."""
         other = other if isinstance(other, Span) else exact(other, self.precision)
-        return Span(self.lo - other.hi, self.hi - other.lo, self.precision.wider(other.precision)).rounded()
+        return Span(
+            self.lo - other.hi, self.hi - other.lo, self.precision.wider(other.precision)
+        ).rounded()
 
     def __mul__(self, other: Any) -> Span:
         other = other if isinstance(other, Span) else exact(other, self.precision)
@@ -139,7 +153,9 @@ class Span:
         """Return the absolute value."""
         one, other = np.abs(self.lo), np.abs(self.hi)
         across = (self.lo < 0) & (self.hi > 0)
-        return Span(np.where(across, 0, np.minimum(one, other)), np.maximum(one, other), self.precision)
+        return Span(
+            np.where(across, 0, np.minimum(one, other)), np.maximum(one, other), self.precision
+        )
 
 
 def _times(a: Array, b: Array) -> Array:
@@ -216,7 +232,9 @@ class Given:
     """What the limit says the norms are compared with, if that is not the limits."""
 
     def decided(self, limited: Array) -> Array:
-        """Return whether the one norm is limited; where that depends on rounding, ask the report."""
+        """Return whether the one norm is limited; where that depends on rounding,
+        ask the report.
+        """
         unsure = limited == MAYBE
         if not unsure.any() or self.seen is None:
             return limited
@@ -229,7 +247,9 @@ class Given:
         one = lambda some: lambda: [some()[number]]
         seen = None if self.seen is None else [self.seen[number]]
         labels = [self.labels[number]]
-        return replace(self, labels=labels, reference=one(self.reference), sizes=one(self.sizes), seen=seen)
+        return replace(
+            self, labels=labels, reference=one(self.reference), sizes=one(self.sizes), seen=seen
+        )
 
 
 def unlimited(like: Span) -> Span:
@@ -238,10 +258,14 @@ def unlimited(like: Span) -> Span:
 
 
 def constant(value: float, precision: Precision, widest: Precision | None = None) -> Span:
-    """Return a limit in the precision of its norm: the nearest number that it can hold, the largest at most."""
+    """Return a limit in the precision of its norm: the nearest number that it can hold,
+    the largest at most.
+    """
     if value == math.inf:
         return exact(math.inf, precision)
-    near = LONG(np.float32(min(value, precision.largest)) if precision.ulp > 2**-30 else np.float64(value))
+    near = LONG(
+        np.float32(min(value, precision.largest)) if precision.ulp > 2**-30 else np.float64(value)
+    )
     low = near if near >= precision.tiny / precision.ulp else max(near - precision.tiny, 0)
     high = near if low == near else near + precision.tiny
     if widest is not None and widest.ulp < precision.ulp:
@@ -282,7 +306,9 @@ def _trust(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
         limit = w * trust * share / lr
         limit = either(above(w, w * 0), limit, unlimited(n))
         # The limit of a norm of 0 says nothing.
-        limits.append(Span(np.where(n.lo > 0, limit.lo, 0), np.where(n.lo > 0, limit.hi, np.inf), n.precision))
+        limits.append(
+            Span(np.where(n.lo > 0, limit.lo, 0), np.where(n.lo > 0, limit.hi, np.inf), n.precision)
+        )
     return limits, state
 
 
@@ -307,7 +333,9 @@ def apart(
     answers = [_for_one(spec, n, old, own) for spec, n, old, own in rows]
     limits = [limit for limit, _ in answers]
     if any(own.thresholds is not None for own in owns):
-        given.thresholds = [(own.thresholds or [limit])[0] for own, limit in zip(owns, limits, strict=True)]
+        given.thresholds = [
+            (own.thresholds or [limit])[0] for own, limit in zip(owns, limits, strict=True)
+        ]
     return limits, [state for _, state in answers]
 
 
@@ -324,11 +352,14 @@ def _percentile_of_all(spec: Spec, n: Span, state: State, given: Given) -> Answe
 
 def _at_percentile(history: list[Span], q: float) -> Span:
     """Return a percentile, in between two numbers linearly."""
-    lows, highs = (np.sort(np.stack([getattr(n, end) for n in history]), axis=0) for end in ("lo", "hi"))
+    lows, highs = (
+        np.sort(np.stack([getattr(n, end) for n in history]), axis=0) for end in ("lo", "hi")
+    )
     position, unit = LONG(len(history) - 1) * LONG(q) / 100, history[0].precision
     error = 8 * LONG(unit.ulp) * position
     beside = abs(position - round(float(position)))
-    error = max(error, beside) if beside <= 2e-6 * (1 + position) else error  # which are taken for whole numbers
+    # which are taken for whole numbers
+    error = max(error, beside) if beside <= 2e-6 * (1 + position) else error
     ends = []
     for values, exactly in ((lows, position - error), (highs, position + error)):
         at = min(max(exactly, LONG(0)), LONG(len(history) - 1))
@@ -398,7 +429,9 @@ def _mean_over_rms(spec: Spec, n: Span, state: State, given: Given) -> AnswerFor
     n, decays = smaller(n, exact(CAP, n.precision)), [LONG(decay) for decay in spec[1:]]
     mean = mean * decays[0] + n * (1 - decays[0])
     square = square * decays[1] + n.square() * (1 - decays[1])
-    left = [exact(decay, n.precision).rounded(1).each(lambda x: x ** (count + 1)) for decay in decays]
+    left = [
+        exact(decay, n.precision).rounded(1).each(lambda x: x ** (count + 1)) for decay in decays
+    ]
     begun = [exact(1, n.precision) - one for one in left]  # decays are rounded, too
     return mean / begun[0] / ((square / begun[1]).sqrt() + 1e-8), (mean, square, count + 1)
 
@@ -423,7 +456,11 @@ def _z_score(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
     moved = mean * decay + left * (1 - decay)
     spread = variance * decay + (left - moved).square() * (1 - decay)
     stays = spike if same else np.asarray(NO)
-    return either(spike, goal, unlimited(n)), (history, either(stays, mean, moved), either(stays, variance, spread))
+    return either(spike, goal, unlimited(n)), (
+        history,
+        either(stays, mean, moved),
+        either(stays, variance, spread),
+    )
 
 
 def _log_z_score(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
@@ -444,7 +481,9 @@ def _log_z_score(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOn
 def _rolling(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
     z, window, warmup = spec[1:]
     histories, losses = state or ([[] for _ in norms], [])
-    limits = [_threshold(history, z, warmup, n) for history, n in zip(histories, norms, strict=True)]
+    limits = [
+        _threshold(history, z, warmup, n) for history, n in zip(histories, norms, strict=True)
+    ]
     given.thresholds = limits
     if given.loss is not None:
         loss, known = exact(np.float32(given.loss), given.single), np.isfinite(given.loss)
@@ -456,7 +495,9 @@ def _rolling(spec: Spec, norms: list[Span], state: State, given: Given) -> Answe
 
 
 def _threshold(history: list[Span], z: float, warmup: int, like: Span) -> Span:
-    """Return so many standard deviations above the mean, in units of the largest number: no square leaves the range."""
+    """Return so many standard deviations above the mean, in units of the largest number:
+    no square leaves the range.
+    """
     if len(history) < warmup:
         return unlimited(like)
     top = np.maximum.reduce([np.maximum(np.abs(n.lo), np.abs(n.hi)) for n in history])
@@ -464,15 +505,16 @@ def _threshold(history: list[Span], z: float, warmup: int, like: Span) -> Span:
     scaled = [Span(n.lo / unit, n.hi / unit, n.precision) for n in history]
     mean = total(scaled).each(lambda x: x / len(history), ROUNDINGS)  # losses may be negative
     square = total([(n - mean).square() for n in scaled]) / (len(history) - 1)
-    # What rounding may make of the mean of equal norms is no deviation: count·eps·|mean| is allowed.
+    # What rounding may make of the mean of equal norms is no deviation: count·eps·|mean| is
+    # allowed.
     bound = mean + square.sqrt() * z + mean.size() * (len(history) * 2 * mean.precision.ulp)
     return Span(bound.lo * unit, bound.hi * unit, bound.precision).rounded(1)
 
 
 _OF_ONE: dict[str, Callable[[Spec, Span, State, Given], AnswerForOne]] = {
-    "constant": _constant, "schedule": _schedule, "percentile": _percentile, "percentile of all": _percentile_of_all,
-    "quantile": _quantile, "second moment": _second_moment, "mean over rms": _mean_over_rms, "z-score": _z_score,
-    "log z-score": _log_z_score,
+    "constant": _constant, "schedule": _schedule, "percentile": _percentile,
+    "percentile of all": _percentile_of_all, "quantile": _quantile, "second moment": _second_moment,
+    "mean over rms": _mean_over_rms, "z-score": _z_score, "log z-score": _log_z_score,
 }  # fmt: skip
 _OF_ALL: dict[str, Callable[[Spec, list[Span], State, Given], Answer]] = {
     "relative": _relative, "trust": _trust, "split": _split, "per group": _per_group, "ema": _ema,
@@ -481,7 +523,10 @@ _OF_ALL: dict[str, Callable[[Spec, list[Span], State, Given], Answer]] = {
 
 
 def step(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    """Return the limits of norms, and the state after a step that was finite; ``None`` is the one before the first."""
+    """Return the limits of norms, and the state after a step that was finite.
+
+    ``None`` is the one before the first.
+    """
     if spec[0] in _OF_ONE:
         return apart([spec] * len(norms), norms, state, given)
     return _OF_ALL[spec[0]](spec, norms, state, given)
@@ -497,10 +542,24 @@ def _for_one(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
 # Rules.
 
 Path = tuple[Any, ...]
-BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53}
+BITS = {
+    "float16": 11,
+    "bfloat16": 8,
+    "float32": 24,
+    "complex64": 24,
+    "float64": 53,
+    "complex128": 53,
+}
 FORGETFUL = {"constant", "relative", "trust", "split"}
 """The limits without memory."""
-APART = {"percentile", "percentile of all", "second moment", "mean over rms", "z-score", "log z-score"}
+APART = {
+    "percentile",
+    "percentile of all",
+    "second moment",
+    "mean over rms",
+    "z-score",
+    "log z-score",
+}
 """The limits with memory in which each norm has its own."""
 
 
@@ -517,7 +576,9 @@ class Machine:
 
     def of_norm(self, dtypes: list[str]) -> Precision:
         """Return the precision of the norm of leaves."""
-        return precision("float64" if any(BITS[dtype] > 24 for dtype in dtypes) else "float32", flush=self.flush)
+        return precision(
+            "float64" if any(BITS[dtype] > 24 for dtype in dtypes) else "float32", flush=self.flush
+        )
 
 
 @dataclass(frozen=True)
@@ -584,7 +645,9 @@ class Scope:
         if self.kind in {"row", "example"}:
             return tuple(range(1, ndim))
         output = machine.output_axis if self.axis is None else self.axis
-        return tuple(range(ndim)) if ndim < 2 else tuple(n for n in range(ndim) if n != output % ndim)
+        return (
+            tuple(range(ndim)) if ndim < 2 else tuple(n for n in range(ndim) if n != output % ndim)
+        )
 
     def groups(self, leaves: list[Leaf]) -> list[tuple[Any, list[int]]]:
         """Return labels and the numbers of the leaves that share norms."""
@@ -593,7 +656,10 @@ class Scope:
         if self.kind != "groups":
             return [(None, [number]) for number in range(len(leaves))]
         labels = [self.label(leaf.path, None) for leaf in leaves]
-        return [(one, [n for n, label in enumerate(labels) if label == one]) for one in sorted(set(labels), key=repr)]
+        return [
+            (one, [n for n, label in enumerate(labels) if label == one])
+            for one in sorted(set(labels), key=repr)
+        ]
 
 
 @dataclass(frozen=True)
@@ -632,8 +698,13 @@ class Plan:
 
     @property
     def rows_apart(self) -> bool:
-        """Whether what is known of a leaf depends on its own gradients alone, so that one may be absent at a step."""
-        return self.scope.kind in {"all", "leaf", "axes", "unit", "row", "entry"} and self.limit[0] in APART
+        """Whether what is known of a leaf depends on its own gradients alone,
+        so that one may be absent at a step.
+        """
+        return (
+            self.scope.kind in {"all", "leaf", "axes", "unit", "row", "entry"}
+            and self.limit[0] in APART
+        )
 
 
 @dataclass
@@ -669,7 +740,9 @@ class Step:
     params: dict[Path, Leaf] = field(default_factory=dict)
     loss: float | None = None
     seen: Any = None
-    """The limits and the factors that were reported, as lists of arrays; of a chain, a list with those of each rule."""
+    """The limits and the factors that were reported, as lists of arrays; of a chain,
+    a list with those of each rule.
+    """
 
 
 def clip(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
@@ -686,17 +759,31 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
     new = []
     for leaf in leaves:
         bounds, unit = [_cast(bound, leaf.dtype) for bound in plan.bounds], leaf.parts.precision
-        small = [(np.abs(one) < unit.tiny) & (one != 0) for one in (leaf.parts.lo, leaf.parts.hi, *bounds)]
+        small = [
+            (np.abs(one) < unit.tiny) & (one != 0)
+            for one in (leaf.parts.lo, leaf.parts.hi, *bounds)
+        ]
         if given.machine.flush and any(one.any() for one in small):
             raise Inconclusive("a subnormal number, which a comparison may take for 0")
         old = leaf.parts[..., 0]
-        new_ = old.put(leaf.signs != 0, leaf.signs * np.inf).each(lambda end: np.clip(end, *bounds), times=0)
-        zero = np.asarray((old.lo == 0) & np.bool_(0 in bounds))  # its sign may be that of the bound
+        new_ = old.put(leaf.signs != 0, leaf.signs * np.inf).each(
+            lambda end: np.clip(end, *bounds), times=0
+        )
+        # Its sign may be that of the bound.
+        zero = np.asarray((old.lo == 0) & np.bool_(0 in bounds))
         inside = (new_.lo == old.lo) & (new_.hi == old.hi) & ~leaf.bad & ~zero
         endless = np.isinf(new_.lo)
         parts = new_.put(endless, 0)[..., None]
         bad = leaf.bad & ((leaf.signs == 0) | endless)
-        new.append(replace(leaf, parts=parts, bad=bad, signs=leaf.signs * endless, same=leaf.same & (inside | bad)))
+        new.append(
+            replace(
+                leaf,
+                parts=parts,
+                bad=bad,
+                signs=leaf.signs * endless,
+                same=leaf.same & (inside | bad),
+            )
+        )
     return Outcome(new, state)
 
 
@@ -708,11 +795,16 @@ def _cast(bound: float, dtype: str) -> Array:
 def _halve(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     """Halve each entry; ∞ stays what it is."""
     halves = [_scaled(leaf, exact(0.5, _free(leaf.parts.precision)), ()) for leaf in leaves]
-    return Outcome([replace(half, signs=leaf.signs) for half, leaf in zip(halves, leaves, strict=True)], state)
+    return Outcome(
+        [replace(half, signs=leaf.signs) for half, leaf in zip(halves, leaves, strict=True)], state
+    )
 
 
 def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
-    """One after the other; states stay where one met what is not finite, and after one that skips."""
+    """One after the other.
+
+    States stay where one met what is not finite, and after one that skips.
+    """
     states = state or [None] * len(plan.parts)
     parts: list[Outcome] = []
     for number, (part, old) in enumerate(zip(plan.parts, states, strict=True)):
@@ -723,14 +815,23 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
         if any(one.skips and one.skipped for one in parts):
             outcome.state = old
         parts.append(outcome)
-        leaves = outcome.leaves if number == len(states) - 1 else [_in_range(leaf) for leaf in outcome.leaves]
+        leaves = (
+            outcome.leaves
+            if number == len(states) - 1
+            else [_in_range(leaf) for leaf in outcome.leaves]
+        )
     measured = [part for part in parts if part.measured]
     finite = all(part.finite for part in measured)
     return Outcome(
-        leaves, [part.state for part in parts] if finite else states, bool(measured),
-        finite=finite, clipped=_any([part.clipped for part in measured]), skips=any(part.skips for part in measured),
-        skipped=_any([part.skipped for part in measured if part.skips]), parts=parts
-    )  # fmt: skip
+        leaves,
+        [part.state for part in parts] if finite else states,
+        bool(measured),
+        finite=finite,
+        clipped=_any([part.clipped for part in measured]),
+        skips=any(part.skips for part in measured),
+        skipped=_any([part.skipped for part in measured if part.skips]),
+        parts=parts,
+    )
 
 
 def _in_range(leaf: Leaf) -> Leaf:
@@ -777,7 +878,9 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     out.limits, new_state = _limits(plan, groups, leaves, out, sizes, state, given)
     out.state = new_state if finite and plan.remembers else state
     measures = plan.limit == ("constant", math.inf) and not plan.bounded
-    for number, ((_, numbers), *pair, bad) in enumerate(zip(groups, norms, out.limits, broken, strict=True)):
+    for number, ((_, numbers), *pair, bad) in enumerate(
+        zip(groups, norms, out.limits, broken, strict=True)
+    ):
         n, limit = (one.within(_free(one.precision)) for one in pair)
         seen = None if given.seen is None else given.seen[1][number]
         factor = _in_reach(_factor(plan, n, limit, norms[number].precision.largest, seen), leaves)
@@ -788,14 +891,22 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
         for one in numbers:
             axes = plan.scope.covered(len(leaves[one].shape), machine)
             new = _scaled(own[one], out.factors[-1], axes)
-            out.leaves[one] = replace(new, same=new.same & ~leaves[one].bad) if plan.policy == "zero" else new
+            out.leaves[one] = (
+                replace(new, same=new.same & ~leaves[one].bad) if plan.policy == "zero" else new
+            )
     out.clipped = _any([_differs(factor) for factor in out.factors])
     out.skipped = _left_out(plan, out)
     return out
 
 
 def _limits(
-    plan: Plan, groups: Any, leaves: list[Leaf], out: Outcome, sizes: list[Array], state: State, given: Step
+    plan: Plan,
+    groups: Any,
+    leaves: list[Leaf],
+    out: Outcome,
+    sizes: list[Array],
+    state: State,
+    given: Step,
 ) -> tuple[list[Span], State]:
     """Ask the limit; in place of a norm that is not finite it sees 1."""
     calm = [n.put(bad, 1) for n, bad in zip(out.norms, out.broken, strict=True)]
@@ -812,31 +923,39 @@ def _limits(
         limits, state = step(plan.limit, calm, state, ask)
     else:
         paths, state = [leaf.path for leaf in leaves], state or {}
-        limits, new = apart([plan.limit] * len(calm), calm, [state.get(path) for path in paths], ask)
+        limits, new = apart(
+            [plan.limit] * len(calm), calm, [state.get(path) for path in paths], ask
+        )
         state = state | dict(zip(paths, new, strict=True))
     out.thresholds = ask.thresholds
     return limits, state
 
 
 def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None) -> Span:
-    """Return the factors; where rounding decides whether a gradient is left out, the report says it.
+    """Return the factors; where rounding decides whether a gradient is left out,
+    the report says it.
 
     A limit as large as the largest number of its norm's dtype limits nothing.
     """
     endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
     held = limit.put(endless == YES, 1).each(lambda end: np.broadcast_to(end, n.shape), times=0)
     factor = either(
-        endless, exact(np.ones(n.shape), n.precision), _curve("hard" if plan.bounded else plan.curve, n, held)
+        endless,
+        exact(np.ones(n.shape), n.precision),
+        _curve("hard" if plan.bounded else plan.curve, n, held),
     )
     if plan.bounded:
-        factor = either(above(n, exact(np.full(n.shape, plan.curve[1]), n.precision)), factor * 0, factor)
+        factor = either(
+            above(n, exact(np.full(n.shape, plan.curve[1]), n.precision)), factor * 0, factor
+        )
     if plan.rejects and seen is not None:
         factor = factor.put((factor.lo < factor.hi) & ((seen == 0) | (seen == 1)), seen)
     return factor
 
 
 def _in_reach(factor: Span, leaves: list[Leaf]) -> Span:
-    """Return what a factor beyond its dtype is, which has that of its norm or of a leaf: the largest number, or 0.
+    """Return what a factor beyond its dtype is, which has that of its norm or of a leaf:
+    the largest number, or 0.
 
     One below the normal numbers may be 0.
     """
@@ -879,7 +998,9 @@ def _scaled(leaf: Leaf, factor: Span, axes: tuple[int, ...]) -> Leaf:
     rounded = product.within(unit._replace(largest=math.inf)).rounded().within(unit)
     parts = either(np.where(ones, YES, NO)[..., None], leaf.parts, rounded)
     bad = (leaf.bad & (kept.hi != 0)) | spoiled
-    return replace(leaf, parts=parts, bad=bad, signs=leaf.signs * ones, same=leaf.same & ones, integer=None)
+    return replace(
+        leaf, parts=parts, bad=bad, signs=leaf.signs * ones, same=leaf.same & ones, integer=None
+    )
 
 
 def summed(plan: Plan, leaves: list[Leaf], given: Step) -> Outcome:
@@ -888,7 +1009,10 @@ def summed(plan: Plan, leaves: list[Leaf], given: Step) -> Outcome:
     new = []
     for leaf in out.leaves:
         parts = leaf.parts
-        sizes, added = parts.size().hi.sum(axis=0), np.finfo(np.float64 if BITS[leaf.dtype] > 24 else np.float32)
+        sizes, added = (
+            parts.size().hi.sum(axis=0),
+            np.finfo(np.float64 if BITS[leaf.dtype] > 24 else np.float32),
+        )
         if (sizes > added.max).any():
             raise Inconclusive("a sum near the largest number")  # of which ∞ - ∞ is made
         slack = (len(leaf.bad) + 2) * sizes * LONG(added.eps)
@@ -902,7 +1026,9 @@ def summed(plan: Plan, leaves: list[Leaf], given: Step) -> Outcome:
 # Norms.
 
 
-def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Span], list[Array], list[Array]]:
+def norms_of(
+    plan: Plan, leaves: list[Leaf], machine: Machine
+) -> tuple[list[Span], list[Array], list[Array]]:
     """Return the norms, which of them are not finite, and how many entries each covers.
 
     Raises
@@ -916,7 +1042,12 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
         members = [leaves[number] for number in numbers]
         unit = machine.of_norm([leaf.dtype for leaf in members])
         over = [plan.scope.covered(len(leaf.shape), machine) for leaf in members]
-        size = LONG(sum(math.prod(leaf.shape[a] for a in one) for leaf, one in zip(members, over, strict=True)))
+        size = LONG(
+            sum(
+                math.prod(leaf.shape[a] for a in one)
+                for leaf, one in zip(members, over, strict=True)
+            )
+        )
         norm = _norm(plan.p, members, over, unit, machine)
         norm = norm if not plan.power else (norm / max(size, 1) ** LONG(plan.power)).rounded(16)
         bad = [leaf.bad.any(axis=one) for leaf, one in zip(members, over, strict=True)]
@@ -931,13 +1062,17 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
     return norms, broken, sizes
 
 
-def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Precision, machine: Machine) -> Span:
+def _norm(
+    p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Precision, machine: Machine
+) -> Span:
     if not members:
         return exact(0, unit)
     spans = [leaf.sizes() for leaf in members]
     ends = []
     for end in ("lo", "hi"):
-        tops = [np.max(getattr(s, end), axis=one, initial=0) for s, one in zip(spans, over, strict=True)]
+        tops = [
+            np.max(getattr(s, end), axis=one, initial=0) for s, one in zip(spans, over, strict=True)
+        ]
         top = np.maximum.reduce(tops)
         if p == math.inf:
             ends.append(top)
@@ -952,7 +1087,11 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
     modulus = 9 if any(leaf.parts.shape[-1] > 1 for leaf in members) else 0
     if p == 1 and modulus:  # each modulus is rounded by itself
         lost = sum(math.prod(leaf.shape) for leaf in members) * LONG(unit.tiny)
-        norm = Span(np.where(norm.lo > 0, np.maximum(norm.lo - lost, 0), 0), norm.hi + lost * (norm.hi > 0), unit)
+        norm = Span(
+            np.where(norm.lo > 0, np.maximum(norm.lo - lost, 0), 0),
+            norm.hi + lost * (norm.hi > 0),
+            unit,
+        )
     # In double precision libraries may add one by one: half a rounding for each entry.
     added = 0.5 * max(math.prod(leaf.shape) for leaf in members) if unit.ulp < 2**-30 else 0
     loose = norm.rounded({1: 9 + 2 * added, 2: 9 + added, math.inf: modulus}.get(p, 32 + added))
@@ -961,8 +1100,14 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
 
 
 def _is_exact(p: float, members: list[Leaf], over: list[tuple[int, ...]], norm: Span) -> Array:
-    """Return which norms every order of summation gets exactly: of small whole numbers, times a power of two."""
-    if any(leaf.parts.shape[-1] > 1 for leaf in members) or (norm.lo != norm.hi).any() or p not in {1, 2}:
+    """Return which norms every order of summation gets exactly: of small whole numbers,
+    times a power of two.
+    """
+    if (
+        any(leaf.parts.shape[-1] > 1 for leaf in members)
+        or (norm.lo != norm.hi).any()
+        or p not in {1, 2}
+    ):
         return np.bool_(False)
     root = np.asarray(norm.lo)
     usual = ((root > 1e-10) & (root < 1e15)).all() and not any(leaf.bad.any() for leaf in members)
@@ -987,17 +1132,28 @@ def _curve(curve: Any, n: Span, limit: Span) -> Span:
     if curve == "normalize":
         return either(above(n, zero), limit / n, one)
     if curve == "root":
-        inner, lost = _curve("hard", n, limit), 2.0**-1022 if n.precision.ulp < 2**-30 else 2.0**-126
-        return Span(np.maximum(inner.lo - lost, 0), inner.hi + lost * (inner.hi < 1), inner.precision).sqrt()
+        inner, lost = (
+            _curve("hard", n, limit),
+            2.0**-1022 if n.precision.ulp < 2**-30 else 2.0**-126,
+        )
+        return Span(
+            np.maximum(inner.lo - lost, 0), inner.hi + lost * (inner.hi < 1), inner.precision
+        ).sqrt()
     if isinstance(curve, tuple):
         kind, gamma = curve
-        return limit / (n + (gamma if kind == "regularized" else exact(gamma, n.precision) / (n + gamma)))
+        return limit / (
+            n + (gamma if kind == "regularized" else exact(gamma, n.precision) / (n + gamma))
+        )
     # These depend on limit/norm alone, and rise with it.
     ratio = limit / n
     functions = {
         "soft": lambda x: np.where(np.isinf(x), 1, x / (1 + np.where(np.isinf(x), 0, x))),
         "smooth": lambda x: np.where(x > 1e30, 1, x / np.sqrt(1 + np.where(x > 1e30, 0, x) ** 2)),
-        "tanh": lambda x: np.where(x > 1e15, 1, x * np.tanh(1 / np.where((x > 0) & (x < 1e15), x, 1))),
+        "tanh": lambda x: np.where(
+            x > 1e15, 1, x * np.tanh(1 / np.where((x > 0) & (x < 1e15), x, 1))
+        ),
     }
-    factor = ratio.each(functions[curve]).each(lambda x: np.clip(x, 0, 1), times=0).within(n.precision)
+    factor = (
+        ratio.each(functions[curve]).each(lambda x: np.clip(x, 0, 1), times=0).within(n.precision)
+    )
     return either(above(n, zero), factor, one)

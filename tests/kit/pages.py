@@ -53,7 +53,9 @@ class Story:
         for block in self.blocks:
             where = f"{self.page}:{block.line}"
             if block.kind == "doctest":
-                run_examples(doctest.DocTestParser().get_doctest(block.code, {}, where, where, 0), known)
+                run_examples(
+                    doctest.DocTestParser().get_doctest(block.code, {}, where, where, 0), known
+                )
                 continue
             printed = _printed(block.code, f"<{where}>", known)
             if block.output is not None:
@@ -109,7 +111,9 @@ def run_story(page: str, group: str) -> dict[str, Any]:
 
 def modules() -> list[str]:
     """Return the names of all modules of uniclip."""
-    return sorted(["uniclip", *(found.name for found in pkgutil.walk_packages(uc.__path__, "uniclip."))])
+    return sorted(
+        ["uniclip", *(found.name for found in pkgutil.walk_packages(uc.__path__, "uniclip."))]
+    )
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:

@@ -1,7 +1,8 @@
 """Processes that run checks together: started once, and again where one hangs or crashes.
 
-The tests' process passes tasks to one that has imported PyTorch, which forks the workers; each worker answers with a
-traceback or ``None``. A check is a function of a module that is imported there, called in every process.
+The tests' process passes tasks to one that has imported PyTorch, which forks the workers; each
+worker answers with a traceback or ``None``. A check is a function of a module that is imported
+there, called in every process.
 """
 
 from __future__ import annotations
@@ -31,13 +32,24 @@ CHECKS = "kit.joined"
 
 
 def launched(*command: str, **environ: str) -> list[str]:
-    """Return what two processes print that know of each other, as from a launcher, and end as they should."""
+    """Return what two processes print that know of each other, as from a launcher,
+    and end as they should.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    common = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", **environ}
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        **environ,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    some = [subprocess.Popen([sys.executable, *command], env=common | {"RANK": rank}, **pipes) for rank in "01"]
+    some = [
+        subprocess.Popen([sys.executable, *command], env=common | {"RANK": rank}, **pipes)
+        for rank in "01"
+    ]
     try:
         outputs = [one.communicate(timeout=240) for one in some]
     finally:
@@ -109,9 +121,13 @@ class Workers:
             pipe.send((check, args, ranks, os.path.join(self._folder.name, str(self._groups))))  # noqa: PTH118
         found: dict[Any, str | None] = {}
         while len(found) < len(pipes):
-            ready = wait([pipe for pipe in pipes if pipe not in found], max(0.0, end - time.monotonic()))
+            ready = wait(
+                [pipe for pipe in pipes if pipe not in found], max(0.0, end - time.monotonic())
+            )
             if not ready:
-                found |= dict.fromkeys([pipe for pipe in pipes if pipe not in found], f"hangs for {LIMIT} seconds")
+                found |= dict.fromkeys(
+                    [pipe for pipe in pipes if pipe not in found], f"hangs for {LIMIT} seconds"
+                )
             found |= {pipe: answer(pipe) for pipe in ready}
         if any(found.values()):
             self.stop()
@@ -134,7 +150,11 @@ def group(rank: int, ranks: int, store: str) -> Any:
     limit = timedelta(seconds=WAIT)
     distributed.distributed_c10d.default_pg_timeout = limit  # that of the groups of meshes
     distributed.init_process_group(
-        "gloo", store=distributed.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit
+        "gloo",
+        store=distributed.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=limit,
     )
     yield
     distributed.destroy_process_group()

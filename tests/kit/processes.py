@@ -17,7 +17,9 @@ from uniclip.integrations.torch import attach
 
 LOSSES = (1.0, 1.1, 0.9, 1.0, 9.0)
 STEPS = ((1.0, None), (1.2, math.nan), (0.9, "none"), (0.8, math.inf), (6.0, None))
-"""By what the gradients of a step are multiplied, and what one process has in them; the last one is a spike."""
+"""By what the gradients of a step are multiplied, and what one process has in them;
+the last one is a spike.
+"""
 CLOSE = 1e-6
 
 
@@ -44,18 +46,24 @@ def flags(report: Any) -> list[bool | None]:
 
 
 def flags_of_all(report: Any) -> list[bool | None]:
-    """Return the same where each process has norms of its own: a step is finite if it is in all of them."""
+    """Return the same where each process has norms of its own:
+    a step is finite if it is in all of them.
+    """
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, flags(report))
     assert len({skipped for _, skipped in every}) == 1
     return [all(finite for finite, _ in every), every[0][1]]
 
 
-def stepped(rule: Any, steps: list[Any], params: Any, loss: bool, **joins: Any) -> list[tuple[Any, Any]]:
+def stepped(
+    rule: Any, steps: list[Any], params: Any, loss: bool, **joins: Any
+) -> list[tuple[Any, Any]]:
     """Return the gradients and the report of each step."""
     state, found = rule.init(params), []
     for grads, said in zip(steps, LOSSES, strict=True):
-        clipped, state, report = rule.update(grads, state, params, loss=said if loss else None, **joins)
+        clipped, state, report = rule.update(
+            grads, state, params, loss=said if loss else None, **joins
+        )
         found.append((clipped, report))
     return found
 
@@ -89,7 +97,10 @@ def spoilt(laid: OneProcess) -> tuple[list[Any], list[Any]]:
         filled = dict(steps[-1])
         if one == "none":
             for key in [key for key, grad in filled.items() if laid.absent(key, grad)]:
-                filled[key], steps[-1][key] = 0 * filled[key] if laid.in_parts(filled[key]) else None, None
+                filled[key], steps[-1][key] = (
+                    0 * filled[key] if laid.in_parts(filled[key]) else None,
+                    None,
+                )
         elif one is not None:
             laid.spoil(filled, one)
         alone.append(dict.fromkeys(every) | laid.gathered(filled))
@@ -97,7 +108,9 @@ def spoilt(laid: OneProcess) -> tuple[list[Any], list[Any]]:
 
 
 def layout(name: str) -> None:
-    """Apply all rules to the gradients of a layout, and in one process to the same ones: they find the same."""
+    """Apply all rules to the gradients of a layout, and in one process to the same ones:
+    they find the same.
+    """
     laid = LAYOUTS[name]()
     laid.backward(0)
     params, every = {key: p.detach() for key, p in laid.named().items()}, laid.whole_parts()
@@ -105,7 +118,8 @@ def layout(name: str) -> None:
     steps, alone = spoilt(laid)
     seen: dict[Any, Any] = {}
     for title, kind in RULES.items():
-        # With all_reduce= a row that nobody has still learns; over different leaves such rules are to be refused.
+        # With all_reduce= a row that nobody has still learns; over different leaves such rules are
+        # to be refused.
         if title in laid.refused or (title == "adagc" and laid.all_reduce is not None):
             continue
         # By themselves, rules with params= hang where one process has no gradient of a DTensor.
@@ -116,12 +130,21 @@ def layout(name: str) -> None:
         wanted = stepped(kind.rule, alone, every, kind.loss)
         for step, (clipped, report) in enumerate(mine):
             what, (all_clipped, its) = f"{title}, step {step}", wanted[step]
-            assert [grad is None for grad in clipped.values()] == [grad is None for grad in steps[step].values()], what
+            assert [grad is None for grad in clipped.values()] == [
+                grad is None for grad in steps[step].values()
+            ], what
             for key, grad in clipped.items():
                 if grad is not None:
-                    close(*both(grad, all_clipped[key], entries.get(key)), f"{what}, {key}", all_clipped[key])
-            divided = title == "agc"  # of norms along axes that are divided, each process has its own
-            norms, own = ({}, flags_of_all(report)) if divided else (norms_of(report, params), flags(report))
+                    close(
+                        *both(grad, all_clipped[key], entries.get(key)),
+                        f"{what}, {key}",
+                        all_clipped[key],
+                    )
+            # of norms along axes that are divided, each process has its own
+            divided = title == "agc"
+            norms, own = (
+                ({}, flags_of_all(report)) if divided else (norms_of(report, params), flags(report))
+            )
             for key, norm in norms.items():
                 close(norm, norms_of(its, every).get(key, 0 * norm), f"{what}, norm of {key}")
             assert own == flags(its), what
@@ -146,7 +169,10 @@ def norms_of(report: Any, named: dict[str, Any]) -> dict[str, Any]:
     """Return norms by the names of their leaves or groups."""
     last = lambda path: path[-1] if path else "all"
     names = list(named)
-    return {names[key] if isinstance(key := last(path), int) else key: norm for path, norm in walk(report.norms)}
+    return {
+        names[key] if isinstance(key := last(path), int) else key: norm
+        for path, norm in walk(report.norms)
+    }
 
 
 def attached(name: str) -> None:
@@ -169,7 +195,11 @@ def attached(name: str) -> None:
             loss = loss_of(net, step)
             loss.backward()
             grads = {key: p.grad for key, p in named.items()}
-            clipped = clipper(grads, {key: p.detach() for key, p in named.items()}, loss=loss if with_loss else None)
+            clipped = clipper(
+                grads,
+                {key: p.detach() for key, p in named.items()},
+                loss=loss if with_loss else None,
+            )
             for key, p in named.items():
                 p.grad = clipped[key]
             skipped.append(flags(clipper.report)[1])
@@ -177,7 +207,9 @@ def attached(name: str) -> None:
                 by_hand.step()
             assert flags(handle.report) == flags(clipper.report), (title, step)
         if title == "spikes":
-            alike({path: repr(value) for path, value in walk(handle.numbers())}, "what they remember")
+            alike(
+                {path: repr(value) for path, value in walk(handle.numbers())}, "what they remember"
+            )
         for key, weight in laid.weights().items():
             close(weight, named[key].detach(), f"{title}, {key}", torch.ones(1))
         assert skipped[3] == (True if title == "spikes" else None), skipped

@@ -14,7 +14,9 @@ from kit.trees import mapped, walk
 
 
 class Program:
-    """Something that makes arrays of arrays: it runs eagerly, or is traced together with others as one program."""
+    """Something that makes arrays of arrays: it runs eagerly,
+    or is traced together with others as one program.
+    """
 
     large = False
     """Whether it has millions of entries."""
@@ -24,11 +26,17 @@ class Program:
         return True
 
     def arrays(self, fw: Framework) -> Any:
-        """Return what it is run on: lists and dicts of arrays; an array may be sparse, or ``None``."""
+        """Return what it is run on: lists and dicts of arrays.
+
+        An array may be sparse, or ``None``.
+        """
         raise NotImplementedError
 
     def run(self, uc: Any, given: Any) -> Any:
-        """Return lists and dicts of arrays, without asking for a value; ``uc`` is uniclip, or what stands for it."""
+        """Return lists and dicts of arrays, without asking for a value.
+
+        ``uc`` is uniclip, or what stands for it.
+        """
         raise NotImplementedError
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
@@ -54,21 +62,31 @@ class Promise:
 
     def programs_for(self, fw: Framework) -> list[Program]:
         """Return the programs that a framework can run."""
-        return [] if self.reason(fw) else [program for program in self.programs if program.applies(fw)]
+        return (
+            [] if self.reason(fw) else [program for program in self.programs if program.applies(fw)]
+        )
 
 
 def is_sparse(leaf: Any) -> bool:
     """Whether a leaf is a sparse array of its framework."""
-    return bool(getattr(leaf, "is_sparse", False)) or type(leaf).__name__ in {"IndexedSlices", "BCOO"}
+    return bool(getattr(leaf, "is_sparse", False)) or type(leaf).__name__ in {
+        "IndexedSlices",
+        "BCOO",
+    }
 
 
 def values(fw: Framework, tree: Any) -> Any:
     """Return a tree of copies as NumPy's dense arrays."""
-    return mapped(lambda leaf: np.array(fw.dense(leaf) if is_sparse(leaf) else fw.numpy(leaf)), tree)
+    return mapped(
+        lambda leaf: np.array(fw.dense(leaf) if is_sparse(leaf) else fw.numpy(leaf)), tree
+    )
 
 
 def run_eagerly(fw: Framework, uc: Any, program: Program) -> None:
-    """Run a program line by line, and require what it promises; what it was given has not changed."""
+    """Run a program line by line, and require what it promises.
+
+    What it was given has not changed.
+    """
     given = program.arrays(fw)
     before = dict(walk(values(fw, given)))
     found = program.run(uc, given)

@@ -110,7 +110,9 @@ def relative(uc: ModuleType) -> dict[str, Any]:
         "agc, units": uc.agc(0.01),
         "cowclip": uc.masked(uc.cowclip(np.asarray([1.0, 2.0, 3.0])), only_w),
         "larc": uc.larc(0.1, weight_decay=0.1),
-        "by_group_norm, relative": uc.by_group_norm({"b": uc.limits.Relative(0.5), "w": 1.0}, first_key),
+        "by_group_norm, relative": uc.by_group_norm(
+            {"b": uc.limits.Relative(0.5), "w": 1.0}, first_key
+        ),
     }
 
 
@@ -136,7 +138,9 @@ def learning(uc: ModuleType) -> dict[str, Any]:
         "zclip": uc.zclip(z=1.0, warmup=2),
         "zclip to the mean": uc.zclip(z=1.0, warmup=2, target="mean"),
         "zclip to the threshold": uc.zclip(z=1.0, warmup=2, target="threshold"),
-        "zclip, no update on a spike": uc.zclip(z=1.0, warmup=2, clip_factor=0.7, skip_update_on_spike=True),
+        "zclip, no update on a spike": uc.zclip(
+            z=1.0, warmup=2, clip_factor=0.7, skip_update_on_spike=True
+        ),
         "log_zscore": uc.log_zscore(z=1.2),  # at 1 the second step is on the bound
         "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
     }
@@ -153,12 +157,17 @@ def learning_more(uc: ModuleType) -> dict[str, Any]:
             {"b": uc.limits.Ema(1.05, 0.98), "w": uc.limits.Percentile(50, 3)}, first_key
         ),
         "masked adagc": uc.masked(uc.chain(double, uc.adagc(warmup=0)), only_w),
-        "chain of skip and autoclip": uc.chain(uc.by_global_norm(1.0, nonfinite="skip"), uc.autoclip(50, window=3)),
+        "chain of skip and autoclip": uc.chain(
+            uc.by_global_norm(1.0, nonfinite="skip"), uc.autoclip(50, window=3)
+        ),
         "chain of value and zclip": uc.chain(uc.by_value(-0.5, 0.5), uc.zclip(warmup=2)),
     }
 
 
-FAMILIES = {family.__name__: family for family in (fixed, choices, relative, examples, learning, learning_more)}
+FAMILIES = {
+    family.__name__: family
+    for family in (fixed, choices, relative, examples, learning, learning_more)
+}
 """The rules by what they have in common; those of a family fit into one compiled program."""
 
 
@@ -193,7 +202,9 @@ def kinds(uc: ModuleType) -> dict[str, Kind]:
 
 
 SIZES = (1.0, 1.2, 0.9, 1.1, 0.8, 1.3, 100.0, 0.9, math.nan, 0.0, 0.5, 1.0)
-"""By what the gradients of twelve steps are multiplied: a spike at the 7th, NaN at the 9th, zeros at the 10th."""
+"""By what the gradients of twelve steps are multiplied: a spike at the 7th, NaN at the 9th,
+zeros at the 10th.
+"""
 LOSSES = (1.0, 1.1, 0.9, 1.0, 1.2, 0.9, 99.0, 1.0, 1.0, 1.0, 1.1, 0.9)
 
 

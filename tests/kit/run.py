@@ -26,7 +26,16 @@ LAYOUTS = {
     "NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),
     "PyTorch": ("C",) * 4 + ("F", "strided", "repeated"),
 }
-WAYS = (*("plain",) * 3, "holder", "familiar", "summed", "summed", "renamed", "moved", *("parts",) * 3)
+WAYS = (
+    *("plain",) * 3,
+    "holder",
+    "familiar",
+    "summed",
+    "summed",
+    "renamed",
+    "moved",
+    *("parts",) * 3,
+)
 PATIENCE = 30
 """For how many seconds a process waits for the other ones."""
 
@@ -34,7 +43,9 @@ PATIENCE = 30
 def machine_of(fw: Framework) -> Machine:
     """Return what the oracle has to know of a framework."""
     flush = fw.family in {"TensorFlow", "JAX"}  # whose own kernels take subnormal numbers for 0
-    return Machine(flush, fw.default_float, 0 if fw.family == "PyTorch" else -1, exact=fw.family != "MLX")
+    return Machine(
+        flush, fw.default_float, 0 if fw.family == "PyTorch" else -1, exact=fw.family != "MLX"
+    )
 
 
 def case_of(uc: ModuleType, fw: Framework, seed: int, number: int) -> Case:
@@ -42,11 +53,17 @@ def case_of(uc: ModuleType, fw: Framework, seed: int, number: int) -> Case:
     rng = np.random.default_rng([seed, number])
     few = fw.family == "JAX"
     ways = WAYS + (("in place", "in place") if fw.writes else ())
-    dtypes = [one for one in fw.dtypes if fw.family != "MLX" or one != "float64"]  # which no complex dtype there holds
+    # which no complex dtype there holds
+    dtypes = [one for one in fw.dtypes if fw.family != "MLX" or one != "float64"]
     dtypes = ["float32", "float32", "bfloat16"] if few and number % 10 else dtypes
     case = drawn_case(uc, rng, dtypes, LAYOUTS.get(fw.family, ("C",)), ways, few=few)
-    if few and case.way == "parts" and any(np.any(np.abs(one) > 1e15) for step in case.steps for one in step):
-        case.way = "plain"  # the squares of norms that one process holds are ∞, those of another one are not
+    if (
+        few
+        and case.way == "parts"
+        and any(np.any(np.abs(one) > 1e15) for step in case.steps for one in step)
+    ):
+        case.way = "plain"
+        # The squares of norms that one process holds are ∞, those of another one are not.
     return case
 
 
@@ -59,7 +76,13 @@ def array_of(fw: Framework, values: np.ndarray, slot: Slot) -> Any:
         case "scalar":
             return array if slot.shape else array[()]
         case "F":
-            return np.asfortranarray(array) if numpy else array.mT.contiguous().mT if array.ndim > 1 else array
+            return (
+                np.asfortranarray(array)
+                if numpy
+                else array.mT.contiguous().mT
+                if array.ndim > 1
+                else array
+            )
         case "strided":
             return (np.repeat(array, 2, axis=0) if numpy else array.repeat_interleave(2, 0))[::2]
         case "backwards":
@@ -67,11 +90,15 @@ def array_of(fw: Framework, values: np.ndarray, slot: Slot) -> Any:
         case "fixed":
             array.flags.writeable = False
         case "repeated" if array.shape[0]:
-            return np.broadcast_to(array[:1], array.shape) if numpy else array[:1].expand(array.shape)
+            return (
+                np.broadcast_to(array[:1], array.shape) if numpy else array[:1].expand(array.shape)
+            )
     return array
 
 
-def together(fw: Framework, count: int, run: Callable[[int, Callable[[Any, str], Any]], Any]) -> list[Any]:
+def together(
+    fw: Framework, count: int, run: Callable[[int, Callable[[Any, str], Any]], Any]
+) -> list[Any]:
     """Return ``run(number, all_reduce)`` of so many processes, all at once."""
     barrier = threading.Barrier(count, timeout=PATIENCE)
     given: dict[int, np.ndarray] = {}
@@ -99,7 +126,8 @@ def together(fw: Framework, count: int, run: Callable[[int, Callable[[Any, str],
         futures = [pool.submit(process, number) for number in range(count)]
     errors = [error for one in futures if (error := one.exception())]
     for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):  # which the other ones get if one fails
+        # which the other ones get if one fails
+        if not isinstance(error, threading.BrokenBarrierError):
             raise error
     if errors:
         raise Mismatch("processes", f"one waited for {PATIENCE} s for another one")
@@ -107,7 +135,10 @@ def together(fw: Framework, count: int, run: Callable[[int, Callable[[Any, str],
 
 
 class Run:
-    """A case on a framework; ``rule`` is one that another case has used, to clip other gradients by it."""
+    """A case on a framework.
+
+    ``rule`` is one that another case has used, to clip other gradients by it.
+    """
 
     def __init__(self, uc: ModuleType, fw: Framework, case: Case, rule: Any = None) -> None:
         self.uc, self.fw, self.case, self.wrapped = uc, fw, case, False
@@ -138,7 +169,12 @@ class Run:
     def _box(self) -> None:
         """Make the limit an array."""
         kind, value = self.case.plan.limit[0], self.case.plan.limit[-1]
-        if self.case.boxed and self.case.plan.kind == "rule" and kind == "constant" and 1e-30 < value < 1e30:
+        if (
+            self.case.boxed
+            and self.case.plan.kind == "rule"
+            and kind == "constant"
+            and 1e-30 < value < 1e30
+        ):
             value = float(np.float32(value))
             self._limit(self.uc.limits.Constant(self.fw.array(value, "float32")), value)
 
@@ -157,13 +193,20 @@ class Run:
 
     def _leaves(self, tree: Any) -> list[Leaf]:
         fw, machine = self.fw, self.machine
-        return [oracle.leaf_of(path, fw.numpy(array), fw.dtype(array), machine) for path, array in walk(tree)]
+        return [
+            oracle.leaf_of(path, fw.numpy(array), fw.dtype(array), machine)
+            for path, array in walk(tree)
+        ]
 
     def steps(self) -> None:
         """Take all steps; between them the same rule clips other gradients."""
-        aside = self.case.aside and Run(self.uc, self.fw, replace(self.case.aside, plan=self.plan), self.rule)
+        aside = self.case.aside and Run(
+            self.uc, self.fw, replace(self.case.aside, plan=self.plan), self.rule
+        )
         last = len(self.case.steps) - 1
-        for number, (values, loss) in enumerate(zip(self.case.steps, self.case.losses, strict=True)):
+        for number, (values, loss) in enumerate(
+            zip(self.case.steps, self.case.losses, strict=True)
+        ):
             if number == self.case.saved:
                 self._save()
             if aside and number in {0, 2}:
@@ -173,12 +216,17 @@ class Run:
                 aside.step(aside.case.steps[-1], loss)
 
     def _save(self) -> None:
-        """Save what is remembered, and load it into another clipper, for leaves of other names, or elsewhere."""
+        """Save what is remembered, and load it into another clipper, for leaves of other names,
+        or elsewhere.
+        """
         match self.case.way:
             case "holder" | "renamed":
                 saved = json.loads(json.dumps(self.clipper.state_dict()))
                 if self.case.way == "renamed":
-                    saved, self.wrapped = self.uc.saved.renamed(saved, lambda name: "['wrapped']" + name), True
+                    saved, self.wrapped = (
+                        self.uc.saved.renamed(saved, lambda name: "['wrapped']" + name),
+                        True,
+                    )
                     if isinstance(self.own, dict):
                         self.own = {("wrapped", *path): known for path, known in self.own.items()}
                 self.clipper = self.uc.Clipper(self.rule)
@@ -189,7 +237,9 @@ class Run:
                 full = self.tree(self.case.steps[0])
                 saved = json.loads(json.dumps(self.uc.saved.to_dict(self.rule, self.state, full)))
                 self.fw = self.other
-                self.state = self.uc.saved.from_dict(self.rule, saved, self.tree(self.case.steps[0]))
+                self.state = self.uc.saved.from_dict(
+                    self.rule, saved, self.tree(self.case.steps[0])
+                )
 
     def step(self, values: list[np.ndarray | None], loss: float | None) -> None:
         """Take a step, and check it."""
@@ -198,11 +248,17 @@ class Run:
         old = [np.array(fw.numpy(array)) for _, array in walk(grads)]
         leaves = self._leaves(grads)
         params = None
-        if way == "parts" or any(plan.limit[0] in {"relative", "trust"} for plan in plans_of(self.plan)):
+        if way == "parts" or any(
+            plan.limit[0] in {"relative", "trust"} for plan in plans_of(self.plan)
+        ):
             params = self.tree(self.case.params)
         given = oracle.Step(self.machine, {leaf.path: leaf for leaf in self._leaves(params)}, loss)
         try:
-            clipped, report = self._parts(grads, params, loss) if way == "parts" else self.call(grads, params, loss)
+            clipped, report = (
+                self._parts(grads, params, loss)
+                if way == "parts"
+                else self.call(grads, params, loss)
+            )
         except FloatingPointError:
             outcome = self._outcome(leaves, given)
             if outcome.finite or "raise" not in self.policies:
@@ -217,7 +273,8 @@ class Run:
             return
         given.seen = seen_of(self.plan, report, fw)
         outcome = self._outcome(leaves, given)
-        if way in {"holder", "renamed"} and not leaves:  # without a state nothing is known, and the report is empty
+        # Without a state nothing is known, and the report is empty.
+        if way in {"holder", "renamed"} and not leaves:
             outcome.measured = any(part is not None for part in report)
         if self._raises(outcome):
             raise Mismatch("no error", "for gradients that are not finite")
@@ -239,14 +296,22 @@ class Run:
     def _same_objects(self, outcome: Outcome, grads: list[Any], new: list[Any]) -> None:
         """Require the very same objects where nothing was to be changed."""
         for leaf, one, other in zip(outcome.leaves, grads, new, strict=True):
-            kept = leaf.shape and np.size(leaf.same) and np.all(leaf.same) and self.fw.dtype(one) == leaf.dtype
+            kept = (
+                leaf.shape
+                and np.size(leaf.same)
+                and np.all(leaf.same)
+                and self.fw.dtype(one) == leaf.dtype
+            )
             if kept and outcome.finite and self.plan.kind == "rule" and one is not other:
                 raise Mismatch("identity", f"{leaf.path} is another array of the same values")
 
     def _raises(self, outcome: Outcome) -> bool:
         parts = self.plan.parts if self.plan.kind == "chain" else (self.plan,)
         pairs = zip(parts, outcome.parts or [outcome], strict=True)
-        return any(plans_of(part)[0].policy == "raise" and one.measured and not one.finite for part, one in pairs)
+        return any(
+            plans_of(part)[0].policy == "raise" and one.measured and not one.finite
+            for part, one in pairs
+        )
 
     def call(self, grads: Any, params: Any, loss: float | None) -> tuple[Any, Any]:
         uc, way = self.uc, self.case.way if self.joined else "plain"
@@ -262,7 +327,10 @@ class Run:
         if not self.rule.memory:
             return uc.clip(grads, self.rule, params)
         self.state = self.rule.init(grads) if self.state is None else self.state
-        more = {"in_place": way == "in place", **{key: self.fw.array(loss, "float32") for key in more}}
+        more = {
+            "in_place": way == "in place",
+            **{key: self.fw.array(loss, "float32") for key in more},
+        }
         clipped, self.state, report = self.rule.update(grads, self.state, params, **more)
         return grads if way == "in place" else clipped, report
 
@@ -271,7 +339,12 @@ class Run:
         uc, plan, p = self.uc, self.plan, self.plan.p
         if plan.kind == "value":
             return uc.clip_by_value(grads, *plan.bounds)
-        if (plan.kind, plan.curve, plan.policy, plan.limit[0]) != ("rule", "hard", "propagate", "constant"):
+        if (plan.kind, plan.curve, plan.policy, plan.limit[0]) != (
+            "rule",
+            "hard",
+            "propagate",
+            "constant",
+        ):
             return None
         limit = self.rule.limit.value
         match plan.scope.kind, plan.power:
@@ -286,19 +359,26 @@ class Run:
                 clipped, norm = uc.clip_by_global_norm(grads, limit, ord=p, norm=known)
                 wanted = numpy_of(uc.clip(grads, self.rule)[1].norms, self.fw)
                 rtol = 4 * EPS[str(wanted.dtype)]
-                np.testing.assert_allclose(numpy_of(norm, self.fw), wanted, rtol=rtol, equal_nan=True)
+                np.testing.assert_allclose(
+                    numpy_of(norm, self.fw), wanted, rtol=rtol, equal_nan=True
+                )
                 return clipped
         return None
 
     def _parts(self, grads: Any, params: Any, loss: float | None) -> tuple[Any, Any]:
-        """Clip as several processes do, each of which holds a part of the gradients; join what they return."""
+        """Clip as several processes do, each of which holds a part of the gradients;
+        join what they return.
+        """
         count = 2 + (2 in self.case.processes)
         held = {path: self.case.processes[slot.number] for path, slot in walk(self.case.tree)}
 
         def part(process: int) -> Callable[[tuple[Any, ...], Any], Any]:
             def own(path: tuple[Any, ...], leaf: Any) -> Any:
                 if held[path] == -2:
-                    cuts = (leaf.shape[0] * process // count, leaf.shape[0] * (process + 1) // count)
+                    cuts = (
+                        leaf.shape[0] * process // count,
+                        leaf.shape[0] * (process + 1) // count,
+                    )
                     return leaf[cuts[0] : cuts[1], ...]
                 return leaf if held[path] in {process, -1} else None
 
@@ -307,7 +387,9 @@ class Run:
         def run(process: int, all_reduce: Any) -> Any:
             own, theirs = (replaced_by_path(tree, part(process)) for tree in (grads, params))
             state = self.rule.init(theirs) if self.state is None else self.state[process]
-            return self.rule.update(own, state, theirs, all_reduce, shared=lambda path, leaf: held[path] == -1, **more)
+            return self.rule.update(
+                own, state, theirs, all_reduce, shared=lambda path, leaf: held[path] == -1, **more
+            )
 
         more = {} if loss is None else {"loss": loss}
         found = together(self.fw, count, run)
@@ -318,7 +400,11 @@ class Run:
 
         def joined(path: tuple[Any, ...], leaf: Any) -> Any:
             own, fw = [tree[path] for tree in clipped if path in tree], self.fw
-            return fw.array(np.concatenate(list(map(fw.numpy, own))), fw.dtype(own[0])) if held[path] == -2 else own[0]
+            return (
+                fw.array(np.concatenate(list(map(fw.numpy, own))), fw.dtype(own[0]))
+                if held[path] == -2
+                else own[0]
+            )
 
         return replaced_by_path(grads, joined), found[0][2]
 
@@ -341,12 +427,16 @@ class Run:
                 raise Mismatch("input changed", f"{path}")
 
 
-def replaced_by_path(tree: Any, leaf_of: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+def replaced_by_path(
+    tree: Any, leaf_of: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()
+) -> Any:
     """Return the tree with a function of each leaf and its path."""
     if isinstance(tree, dict):
         return {key: replaced_by_path(inner, leaf_of, (*path, key)) for key, inner in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([replaced_by_path(inner, leaf_of, (*path, number)) for number, inner in enumerate(tree)])
+        return type(tree)(
+            [replaced_by_path(inner, leaf_of, (*path, number)) for number, inner in enumerate(tree)]
+        )
     return None if tree is None else leaf_of(path, tree)
 
 

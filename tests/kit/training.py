@@ -1,4 +1,6 @@
-"""One small model that every adapter trains, and the same training by hand, in NumPy and float64."""
+"""One small model that every adapter trains, and the same training by hand,
+in NumPy and float64.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,22 @@ class Batch(NamedTuple):
 
 
 def weights() -> Arrays:
-    """Return the weights that each training begins with: a bias, a table of which batches take rows, a matrix."""
+    """Return the weights that each training begins with: a bias,
+    a table of which batches take rows, a matrix.
+    """
     rng = np.random.default_rng(7)
     shapes = {"b": (2,), "table": (5, 3), "w": (3, 2)}
-    return {name: (0.5 * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: (0.5 * rng.standard_normal(shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def batches() -> list[Batch]:
-    """Return the batches of a training; the gradients of the usual ones have global norms of about 1."""
+    """Return the batches of a training.
+
+    The gradients of the usual ones have global norms of about 1.
+    """
     rng = np.random.default_rng(8)
     made = []
     for size in SIZES:
@@ -45,7 +55,9 @@ def batches() -> list[Batch]:
 
 
 def overflowing() -> Batch:
-    """Return a batch whose gradients are finite in float32, but not if they are multiplied by 1024."""
+    """Return a batch whose gradients are finite in float32,
+    but not if they are multiplied by 1024.
+    """
     ids, targets = batches()[0]
     return Batch(ids, targets * np.float32(1e37))
 
@@ -102,7 +114,9 @@ OPTIMIZERS = {"sgd": lambda: Momentum(0.0), "momentum": lambda: Momentum(MOMENTU
 
 
 class ByHand:
-    """The training by hand: gradients, the rule, and where it skips no step, a step of the optimizer."""
+    """The training by hand: gradients, the rule, and where it skips no step,
+    a step of the optimizer.
+    """
 
     def __init__(self, uc: ModuleType, rule: Any, optimizer: str = "momentum") -> None:
         self.weights: Arrays = {name: array.astype(np.float64) for name, array in weights().items()}

@@ -43,14 +43,20 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return None if tree is None else function(tree)
 
 
-def close(framework: Framework, found: Any, wanted: Any, dtype: str = "float32", ulps: float = 4) -> None:
+def close(
+    framework: Framework, found: Any, wanted: Any, dtype: str = "float32", ulps: float = 4
+) -> None:
     """Require an array to be equal to NumPy's to a few units in the last place of a dtype."""
     values = framework.numpy(found).astype(complex)
     np.testing.assert_allclose(values, np.asarray(wanted).astype(complex), rtol=ulps * EPS[dtype])
 
 
-def close_trees(framework: Framework, found: Any, wanted: Any, rtol: float, atol: float = 0.0) -> None:
-    """Require a tree of a framework to have the paths of one of NumPy's, and its values but for rounding."""
+def close_trees(
+    framework: Framework, found: Any, wanted: Any, rtol: float, atol: float = 0.0
+) -> None:
+    """Require a tree of a framework to have the paths of one of NumPy's,
+    and its values but for rounding.
+    """
     there, here = dict(walk(found)), dict(walk(wanted))
     assert list(there) == list(here)
     for path, array in here.items():

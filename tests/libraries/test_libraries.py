@@ -1,4 +1,6 @@
-"""Libraries that clip inside, with their own clipping switched off as the pages say: they train as before."""
+"""Libraries that clip inside, with their own clipping switched off as the pages say:
+they train as before.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import torch
 
 if torch.version.cuda is None and "+cpu" not in version("torchvision"):  # its operators need CUDA
     for operator in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.library.define(
+            f"torchvision::{operator}",
+            "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        )
 
 import timm
 from datasets import Dataset
@@ -43,14 +48,32 @@ def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
 AGENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "PPO": (PPO, {"n_steps": 32, "batch_size": 16, "n_epochs": 2}),
     "A2C": (A2C, {"n_steps": 8}),
-    "DQN": (DQN, {"learning_starts": 16, "train_freq": 4, "batch_size": 8, "policy_kwargs": {"net_arch": [8]}}),
+    "DQN": (
+        DQN,
+        {
+            "learning_starts": 16,
+            "train_freq": 4,
+            "batch_size": 8,
+            "policy_kwargs": {"net_arch": [8]},
+        },
+    ),
 }
 
 
 def agent(name: str, max_grad_norm: float = math.inf, **options: Any) -> Any:
-    """Return a small agent of Stable-Baselines3 for the pole on a cart; each one seeds the generator of all."""
+    """Return a small agent of Stable-Baselines3 for the pole on a cart.
+
+    Each one seeds the generator of all.
+    """
     make, own = AGENTS[name]
-    return make("MlpPolicy", "CartPole-v1", max_grad_norm=max_grad_norm, seed=0, device="cpu", **{**own, **options})
+    return make(
+        "MlpPolicy",
+        "CartPole-v1",
+        max_grad_norm=max_grad_norm,
+        seed=0,
+        device="cpu",
+        **{**own, **options},
+    )
 
 
 class Attach(BaseCallback):
@@ -68,7 +91,9 @@ class Attach(BaseCallback):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_stable_baselines3(name: str) -> None:
-    """Without the clipping inside, a rule that is attached, also by a callback, takes the steps that it took."""
+    """Without the clipping inside, a rule that is attached, also by a callback,
+    takes the steps that it took.
+    """
     native, plain = agent(name, 0.05).learn(96), agent(name).learn(96)
     attached = agent(name).learn(96, callback=Attach())
     assert_same(native.policy, attached.policy)
@@ -85,16 +110,23 @@ class ClippedAdam(torch.optim.Adam):
 
 
 def test_autoclip_saved_and_loaded(tmp_path: Path) -> None:
-    """Attach, then load the parameters; or let the class of the optimizer attach, and ``load`` does it all."""
+    """Attach, then load the parameters; or let the class of the optimizer attach,
+    and ``load`` does it all.
+    """
     path = tmp_path / "agent.zip"
     first, second = agent("PPO"), agent("PPO")
-    handles = [attach(made.policy.optimizer, uc.autoclip(50, window=32), names=made.policy) for made in (first, second)]
+    handles = [
+        attach(made.policy.optimizer, uc.autoclip(50, window=32), names=made.policy)
+        for made in (first, second)
+    ]
     first.learn(64)
     first.save(path)
     second.set_parameters(path)
     assert handles[1].numbers() == handles[0].numbers()
 
-    made = agent("PPO", policy_kwargs={"optimizer_class": ClippedAdam, "optimizer_kwargs": {"eps": 1e-5}})
+    made = agent(
+        "PPO", policy_kwargs={"optimizer_class": ClippedAdam, "optimizer_kwargs": {"eps": 1e-5}}
+    )
     made.learn(64)
     made.save(path)
     loaded = PPO.load(path, device="cpu")
@@ -108,18 +140,31 @@ def test_clipped_before(tmp_path: Path) -> None:
     with insight.Recorder(tmp_path / "run.jsonl") as record:
         attach(made.policy.optimizer, RULE, record=record)
         made.learn(64)
-    assert "something else seems to clip before" in insight.summary(insight.read(tmp_path / "run.jsonl"))
+    assert "something else seems to clip before" in insight.summary(
+        insight.read(tmp_path / "run.jsonl")
+    )
 
 
-def sft(folder: Path, kind: Any = SFTTrainer, *, max_grad_norm: float = 0.05, **options: Any) -> Any:
+def sft(
+    folder: Path, kind: Any = SFTTrainer, *, max_grad_norm: float = 0.05, **options: Any
+) -> Any:
     """Train a small language model by TRL."""
     torch.manual_seed(0)
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "a", "rule", "clips", "once"])}
+    words = {
+        word: number for number, word in enumerate(["<pad>", "<eos>", "a", "rule", "clips", "once"])
+    }
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), **special
+    )
     size = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": len(words)}
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=1, eos_token_id=1))
-    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    quiet: dict[str, Any] = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
     quiet |= {
         "optim": "sgd",
         "learning_rate": 1.0,
@@ -129,7 +174,13 @@ def sft(folder: Path, kind: Any = SFTTrainer, *, max_grad_norm: float = 0.05, **
     }
     arguments = SFTConfig(str(folder), max_grad_norm=max_grad_norm, **quiet)
     data = [{"input_ids": [2, 3, 4, 5, 1]}, {"input_ids": [3, 4, 2, 5, 1]}] * 4
-    made = kind(model, arguments, train_dataset=Dataset.from_list(data), processing_class=tokenizer, **options)
+    made = kind(
+        model,
+        arguments,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer,
+        **options,
+    )
     made.train()
     return made
 
@@ -140,7 +191,9 @@ class Clipped(ClippedTrainer, SFTTrainer):
 
 @pytest.mark.filterwarnings("ignore:max_grad_norm", "ignore:.*gradient_checkpointing:FutureWarning")
 def test_trl(tmp_path: Path) -> None:
-    """The callback and the mixin switch the clipping inside off by themselves, and take its steps."""
+    """The callback and the mixin switch the clipping inside off by themselves,
+    and take its steps.
+    """
     native = sft(tmp_path)
     with pytest.raises(AssertionError):
         assert_same(native.model, sft(tmp_path, max_grad_norm=0.0).model)
@@ -160,7 +213,12 @@ def train_timm(make: Any, **clipping: Any) -> torch.nn.Module:
     scaler = NativeScaler(device="cpu")
     for _ in range(3):
         loss = model(torch.randn(2, 3, 32, 32)).square().mean()
-        scaler(loss, optimizer, parameters=timm.models.model_parameters(model, exclude_head=True), **clipping)
+        scaler(
+            loss,
+            optimizer,
+            parameters=timm.models.model_parameters(model, exclude_head=True),
+            **clipping,
+        )
         optimizer.zero_grad()
     return model
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Eight mistakes that a type checker finds, whether a framework is installed or not; `mended` has none of them.
+"""Eight mistakes that a type checker finds, whether a framework is installed or not.
+
+`mended` has none of them.
 
 Each is on a line that says so. The file is read by checkers, and never run.
 """
@@ -44,7 +46,7 @@ rule = uc.by_global_norm("1.0")  # mistake: a text for a limit
 clipped, report = uc.clip(grads, 1.0)  # mistake: a number for a rule
 handle = attach(model, uc.zclip())  # mistake: a model for an optimizer
 skipping = uc.by_norm(1.0, nonfinite="ignore")  # mistake: a wrong policy
-scalars = uc.clip(grads, uc.by_norm(1.0)).scalars()  # mistake: a method of the report, on the pair with the report
+scalars = uc.clip(grads, uc.by_norm(1.0)).scalars()  # mistake: a method of the report, on the pair
 norms = uc.clip_(grads, uc.by_norm(1.0)).norm  # mistake: an unknown field
 name = uc.clip_by_value(grads["w"], -1.0, 1.0).upper()  # mistake: a tensor taken for a text
 norm = uc.globl_norm(grads)  # mistake: a misspelled name

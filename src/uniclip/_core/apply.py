@@ -73,7 +73,9 @@ class Decision(NamedTuple):
         """Return the factor of a leaf, with its dimensions."""
         part = self.given.part(number)
         value = value if part is None else part.weigh(value, inverse=True)
-        return spread(self.plan.math.library, value, self.given.arrays[number], self.plan.axes[number])
+        return spread(
+            self.plan.math.library, value, self.given.arrays[number], self.plan.axes[number]
+        )
 
     def summed(self) -> Any:
         """Return the sum of the clipped gradients along their first axis."""
@@ -90,7 +92,9 @@ class Decision(NamedTuple):
                 wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
                 [product] = backend.scale([wide], [factor], in_place=False, zero=zero)
                 total = xp.sum(product, axis=0)
-                total = cast(xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype)
+                total = cast(
+                    xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype
+                )
                 part = given.part(number)
                 leaves[number] = total if part is None else part.sum_examples(leaf, total)
             return given.spec.unflatten(leaves)
@@ -105,7 +109,10 @@ class Decision(NamedTuple):
 
 
 def multiply_in_place(opened: Opened, factors: dict[int, Any], *, zero: bool) -> None:
-    """Multiply arrays, each memory once; entries that were made 0 when the tree was measured are written, too."""
+    """Multiply arrays, each memory once.
+
+    Entries that were made 0 when the tree was measured are written, too.
+    """
     backend, odd = opened.backend, opened.odd
     arrays = [odd[n].array if n in odd else leaf for n, leaf in enumerate(opened.leaves)]
     zeroed = [n for n in opened.kinds.present if arrays[n] is not opened.arrays[n]]
@@ -113,7 +120,12 @@ def multiply_in_place(opened: Opened, factors: dict[int, Any], *, zero: bool) ->
         return
     repeated, again = opened.find_repeated()
     for number, leaf in odd.items():
-        if number in factors and number not in repeated and number not in zeroed and leaf.view is not None:
+        if (
+            number in factors
+            and number not in repeated
+            and number not in zeroed
+            and leaf.view is not None
+        ):
             alike = math.prod(getattr(factors[number], "shape", ())) == 1
             arrays[number] = leaf.view if alike else arrays[number]
     for number in zeroed:
@@ -121,7 +133,9 @@ def multiply_in_place(opened: Opened, factors: dict[int, Any], *, zero: bool) ->
             backend.write(arrays[number], lambda _, new: new, opened.arrays[number])
     pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
     if pairs:
-        backend.scale([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
+        backend.scale(
+            [array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero
+        )
     changed = {*factors, *zeroed} - again
     opened.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
 
@@ -141,7 +155,10 @@ def _refuse_summed(given: Opened, plan: Plan) -> None:
         first = shapes[0]
         if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):
             places = " and ".join(given.place(n) for n in (present[0], number))
-            msg = f"leaves need as many examples along the first axis, but {places} have the shapes {[first, shape]}"
+            msg = (
+                f"leaves need as many examples along the first axis, but {places} have the shapes "
+                f"{[first, shape]}"
+            )
             raise ValueError(msg)
 
 
@@ -162,7 +179,11 @@ class LaneDecision(NamedTuple):
     def norms(self) -> Any:
         """Return the norm as an array of the library, 0-d and float32."""
         norm, device = self.lane.norm, self.lane.device
-        return self.backend.from_host(np.array(norm, np.float32), device) if isinstance(norm, float) else norm
+        return (
+            self.backend.from_host(np.array(norm, np.float32), device)
+            if isinstance(norm, float)
+            else norm
+        )
 
     def report(self) -> Report:
         """Return the report, which holds no gradient, and is arranged on first access."""
@@ -173,7 +194,8 @@ class LaneDecision(NamedTuple):
     def make_values(self) -> StepValues:
         """Return the data of the report."""
         lane, norm, read = self.lane, self.norms(), isinstance(self.lane.norm, float)
-        plan = plan_of(self.rule, open_tree(norm), HOST if read else LIBRARY)  # of one norm, whatever the leaves
+        # of one norm, whatever the leaves
+        plan = plan_of(self.rule, open_tree(norm), HOST if read else LIBRARY)
         if read:
             return StepValues(plan, *[[np.array([number], np.float32)] for number in lane[:3]])
         norms, factors = (self.backend.xp.reshape(value, (1,)) for value in (norm, lane.factor))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Reductions over processes: which of them hold shards of what is measured, and how partial sums are combined.
+"""Reductions over processes: which of them hold shards of what is measured,
+and how partial sums are combined.
 
-A step joins at one line, between the sums of leaves and their roots: one packet for each group of owners of distributed
-arrays, and one for ``all_reduce``. Sums are joined in float64, where there is one, so that nothing overflows; of a copy
-that n processes hold, each contributes 1/n. What differs between processes is a number in the packet, or agreed on at
-the first step, by `Joins.compare`.
+A step joins at one line, between the sums of leaves and their roots: one packet for each group of
+owners of distributed arrays, and one for ``all_reduce``. Sums are joined in float64, where there is
+one, so that nothing overflows; of a copy that n processes hold, each contributes 1/n. What differs
+between processes is a number in the packet, or agreed on at the first step, by `Joins.compare`.
 """
 
 from __future__ import annotations
@@ -25,20 +26,35 @@ from uniclip._core.norm_space import Arithmetic
 from uniclip._core.tree import Opened
 from uniclip._errors import check, holds_arrays, short
 from uniclip.backends import backend_by
-from uniclip.backends.base import NUMPY, Axes, Backend, Kinds, Op, Reduce, Terms, cast, in_groups, op_of
+from uniclip.backends.base import (
+    NUMPY,
+    Axes,
+    Backend,
+    Kinds,
+    Op,
+    Reduce,
+    Terms,
+    cast,
+    in_groups,
+    op_of,
+)
 
 _KEPT = 64
 """How many joins a rule remembers."""
 
 
 AllReduce: TypeAlias = Reduce | str | tuple[str, ...] | Any
-"""How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
+"""How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh,
+or names of axes.
+"""
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 """How many processes hold a leaf, given its path and itself; true for all of them."""
 
 
 class Layout(Protocol):
-    """The attributes of `uniclip._core.plan.Plan` that are used here, where plans cannot be imported."""
+    """The attributes of `uniclip._core.plan.Plan` that are used here,
+    where plans cannot be imported.
+    """
 
     kinds: Kinds
     math: Arithmetic
@@ -58,7 +74,10 @@ class Layout(Protocol):
 
 
 class Join:
-    """How the processes of an ``all_reduce`` join the rows of a rule; Python values only, as traces read them."""
+    """How the processes of an ``all_reduce`` join the rows of a rule.
+
+    Python values only, as traces read them.
+    """
 
     __slots__ = ("_held", "checked", "narrow", "shared", "size")
 
@@ -82,11 +101,19 @@ class Join:
 
 
 def join_of(joins: dict[Any, Join] | None, all_reduce: Any, shared: Shared | None) -> Join | None:
-    """Return the join of a rule that remembers some, or none in compiled code; ``None`` without ``all_reduce``."""
+    """Return the join of a rule that remembers some, or none in compiled code.
+
+    ``None`` without ``all_reduce``.
+    """
     refuse_shared(all_reduce, shared)
     if all_reduce is None:
         return None
-    check("all_reduce", all_reduce, isinstance(all_reduce, Hashable), "a function, a process group, a mesh or a name")
+    check(
+        "all_reduce",
+        all_reduce,
+        isinstance(all_reduce, Hashable),
+        "a function, a process group, a mesh or a name",
+    )
     if joins is None:
         return Join(all_reduce, shared)
     said = keep_reference(all_reduce), shared
@@ -98,7 +125,10 @@ def join_of(joins: dict[Any, Join] | None, all_reduce: Any, shared: Shared | Non
 
 
 def keep_reference(all_reduce: Any) -> Any:
-    """Return a reference to keep; a weak one to a process group, which must end when it is destroyed."""
+    """Return a reference to keep.
+
+    A weak one to a process group, which must end when it is destroyed.
+    """
     return ref(all_reduce) if hasattr(all_reduce, "allreduce") else all_reduce
 
 
@@ -108,7 +138,9 @@ def follow_reference(reference: Any) -> Any:
 
 
 def of_joined_library(given: Opened, all_reduce: Any) -> Opened:
-    """Return opened gradients, those without any of the library whose processes are joined, if that is known."""
+    """Return opened gradients, those without any of the library whose processes are joined,
+    if that is known.
+    """
     if all_reduce is None or given.kinds.present:
         return given
     return given._replace(kinds=given.kinds.without_leaves(backend_by(all_reduce)))
@@ -118,7 +150,10 @@ def refuse_shared(all_reduce: Any, shared: Any) -> None:
     """Refuse ``shared`` if it is no function, or there is no ``all_reduce``."""
     check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
     if shared is not None and all_reduce is None:
-        msg = "shared says which leaves are copies beside parts, and nothing joins parts: give all_reduce, too"
+        msg = (
+            "shared says which leaves are copies beside parts, and nothing joins parts: give "
+            "all_reduce, too"
+        )
         raise ValueError(msg)
 
 
@@ -132,7 +167,10 @@ class Packet(NamedTuple):
     present: list[Any] | None = None
     """How many gradients each norm has, an array for each block."""
     sizes: list[Any] | None = None
-    """How many entries each norm has, an array for each block; those of distributed leaves are known."""
+    """How many entries each norm has, an array for each block.
+
+    Those of distributed leaves are known.
+    """
 
     @property
     def arrays(self) -> list[Any]:
@@ -146,25 +184,41 @@ class Packet(NamedTuple):
 
 
 class Joins:
-    """How processes join what a plan measures: by ``all_reduce``, and by the owners of distributed leaves."""
+    """How processes join what a plan measures: by ``all_reduce``,
+    and by the owners of distributed leaves.
+    """
 
-    def __init__(self, plan: Layout, given: Opened, join: Join | None, parts: Sequence[dict[int, Any]]) -> None:
+    def __init__(
+        self, plan: Layout, given: Opened, join: Join | None, parts: Sequence[dict[int, Any]]
+    ) -> None:
         self._plan, self.join = plan, join
         self.copies = None if join is None else _copies_of(plan, given, join)
-        """How many processes hold each leaf, ``None`` if one does; 0 where the processes have not been counted."""
+        """How many processes hold each leaf, ``None`` if one does.
+
+        0 where the processes have not been counted.
+        """
         if self.copies is not None and 0 in self.copies and plan.math.compiled:
             msg = (
-                "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
-                "along named axes, or run the step before it is compiled"
+                "shared marks copies, and in code that is compiled it is not known how many "
+                "processes hold one: join along named axes, or run the step before it is compiled"
             )
             raise TypeError(msg)
-        every = [[(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)] for by_leaf in parts]
+        every = [
+            [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
+            for by_leaf in parts
+        ]
         self._owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
-        """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
+        """For each leaf of the gradients, and of the parameters,
+        the processes that join its norms.
+        """
         whole = {part.owners(): None for by_leaf in parts for part in by_leaf.values()}
         self.covering: list[Any] = list(whole) if len(whole) < 2 or plan.math.compiled else []
-        """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
-        for owners in [] if self.covering else sorted(whole, key=lambda group: -len(group.processes())):
+        """As few groups of processes as cover all that hold parts,
+        which join what is not of a leaf.
+        """
+        for owners in (
+            [] if self.covering else sorted(whole, key=lambda group: -len(group.processes()))
+        ):
             if not any([owners.processes() <= other.processes() for other in self.covering]):
                 self.covering.append(owners)
         by_leaf = {owners: None for tree in self._owners for owners in tree if owners is not None}
@@ -173,12 +227,20 @@ class Joins:
         self.divided = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
 
-    def rows(self, trees: list[Opened], terms: list[Terms], packet: Packet) -> tuple[list[Any], Packet]:
-        """Return the sums of each norm, an array for each block of each tree, and the packet, joined."""
+    def rows(
+        self, trees: list[Opened], terms: list[Terms], packet: Packet
+    ) -> tuple[list[Any], Packet]:
+        """Return the sums of each norm, an array for each block of each tree,
+        and the packet, joined.
+        """
         if self._groups:
             rows, packet = self._over_owners(trees, terms, packet)
         else:
-            rows = [row for tree, added in zip(trees, terms, strict=True) for row in self._plan.math.sums(tree, added)]
+            rows = [
+                row
+                for tree, added in zip(trees, terms, strict=True)
+                for row in self._plan.math.sums(tree, added)
+            ]
         if self.join is None:
             return rows, packet
         op = op_of(terms[0].p) if terms else "sum"
@@ -186,20 +248,30 @@ class Joins:
         return arrays[: len(rows)], packet.fill(arrays[len(rows) :])
 
     def weigher(self, tree: Opened, p: float) -> Callable[[list[Any]], list[Any]] | None:
-        """Return what weighs the sums of a tree's leaves, ``None`` if none is held by several processes."""
+        """Return what weighs the sums of a tree's leaves,
+        ``None`` if none is held by several processes.
+        """
         return partial(self._weigh, tree, p) if self.copies is not None or tree.parts else None
 
     def _weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
-        """Return the sums of leaves, those of copies divided by their number, so that together they count once."""
+        """Return the sums of leaves, those of copies divided by their number,
+        so that together they count once.
+        """
         parts, weighed = tree.parts, []
         for number, total in zip(self._plan.order, sums, strict=True):
             part, copies = parts.get(number), 1 if self.copies is None else self.copies[number]
-            value, copies = (total, copies) if part is None else (part.weigh(total), copies * part.copies)
+            value, copies = (
+                (total, copies) if part is None else (part.weigh(total), copies * part.copies)
+            )
             weighed.append(value / copies if copies > 1 and p < math.inf else value)
         return weighed
 
-    def _over_owners(self, trees: list[Opened], terms: list[Terms], packet: Packet) -> tuple[list[Any], Packet]:
-        """Return the rows of each block of each tree, and the packet, joined over the owners of distributed leaves."""
+    def _over_owners(
+        self, trees: list[Opened], terms: list[Terms], packet: Packet
+    ) -> tuple[list[Any], Packet]:
+        """Return the rows of each block of each tree, and the packet,
+        joined over the owners of distributed leaves.
+        """
         plan = self._plan
         sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
         if packet.present is not None:
@@ -219,52 +291,79 @@ class Joins:
                 held = [sums[number][n] for n in mine if n in sums[number]]
                 if held or (mine and owners is not None):
                     joined.append(row)
-                    sent.append(plan.math.add(held, op) if held else self._nothing(measured, mine[0]))
+                    sent.append(
+                        plan.math.add(held, op) if held else self._nothing(measured, mine[0])
+                    )
             if owners is not None:
                 beside = scalars.arrays if owners in self.covering else []
                 sent = join_packet(plan.math, [*sent, *beside], op, owners)
                 scalars = scalars.fill(sent[len(joined) :]) if beside else scalars
             for row, value in zip(joined, sent, strict=False):
                 addends[row].append(value)
-        each = in_groups([plan.math.add(sums_of_row, op) for sums_of_row in addends], plan.heights * len(sums))
+        each = in_groups(
+            [plan.math.add(sums_of_row, op) for sums_of_row in addends], plan.heights * len(sums)
+        )
         blocks = [plan.math.stack(list(rows)) for rows in each]
         count = len(trees) * len(plan.blocks)
         present = None if packet.present is None else blocks[count:]
-        return blocks[:count], packet._replace(losses=scalars.losses, unsound=scalars.unsound, present=present)
+        return blocks[:count], packet._replace(
+            losses=scalars.losses, unsound=scalars.unsound, present=present
+        )
 
     def _sums_of_leaves(self, tree: Opened, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
         plan, blocks = self._plan, list(map(sum, terms.in_blocks(terms.counts)))
         alone = terms._replace(counts=[1] * len(terms.arrays), blocks=blocks)
-        rows = [row for rows in plan.math.sums(tree, alone) for row in plan.math.backend.unstack(rows)]
+        rows = [
+            row for rows in plan.math.sums(tree, alone) for row in plan.math.backend.unstack(rows)
+        ]
         return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
 
     def _nothing(self, tree: Opened | None, number: int) -> Any:
-        """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""
+        """Return the sums of an absent part of a distributed leaf,
+        or how many gradients that is.
+        """
         plan = self._plan
         axes, shape = plan.axes[number], tree.part(number).local if tree else ()
-        return plan.math.zeros(() if axes is None else tuple([n for axis, n in enumerate(shape) if axis not in axes]))
+        return plan.math.zeros(
+            () if axes is None else tuple([n for axis, n in enumerate(shape) if axis not in axes])
+        )
 
     def in_all_owners(self, flags: list[Any]) -> list[Any]:
-        """Return flags of the norms, each true only if it is in all processes that have norms of their own."""
+        """Return flags of the norms, each true only if it is in all processes that have norms of
+        their own.
+        """
         for owners in self.covering if self.divided else ():
             arithmetic = self._plan.math
-            faults = [1 - arithmetic.xp.astype(arithmetic.xp.asarray(flag), arithmetic.xp.float32) for flag in flags]
-            flags = arithmetic.as_norms([value < 1 for value in join_packet(arithmetic, faults, "max", owners)])
+            faults = [
+                1 - arithmetic.xp.astype(arithmetic.xp.asarray(flag), arithmetic.xp.float32)
+                for flag in flags
+            ]
+            flags = arithmetic.as_norms(
+                [value < 1 for value in join_packet(arithmetic, faults, "max", owners)]
+            )
         return flags
 
     def count_once(self, counts: dict[int, Any]) -> dict[int, Any]:
         """Return the numbers of entries of leaves, those of copies divided by their number."""
-        return counts if self.copies is None else {n: count / self.copies[n] for n, count in counts.items()}
+        return (
+            counts
+            if self.copies is None
+            else {n: count / self.copies[n] for n, count in counts.items()}
+        )
 
     def ask_for(self, loss: Any, packet: Packet, *, losses: bool, presence: bool) -> Packet:
-        """Return a packet with the loss of this process, and how many gradients each norm has here, if asked for."""
+        """Return a packet with the loss of this process, and how many gradients each norm has here,
+        if asked for.
+        """
         loss_here = self._as_sums(loss) if losses and not isinstance(loss, Loss) else None
         present = self._plan.gradients() if presence and not self.divided else None
         return packet._replace(losses=loss_here, present=present)
 
     def _as_sums(self, loss: Any) -> list[Any]:
-        """Return the loss of this process and its count, to be summed over all: 0 and 0 without a loss."""
+        """Return the loss of this process and its count, to be summed over all:
+        0 and 0 without a loss.
+        """
         if loss is None:
             return [np.zeros(()), np.zeros(())]
         library = self._plan.math.library
@@ -272,7 +371,8 @@ class Joins:
         return [library.xp.reshape(number, ()), np.ones(())]
 
     def compare(self, rule: Any) -> bool:
-        """Compare the rules and the rows of all processes, and count these, at the first step; return whether it is.
+        """Compare the rules and the rows of all processes, and count these, at the first step;
+        return whether it is.
 
         Of one sum all come to the same conclusion.
 
@@ -288,15 +388,18 @@ class Joins:
         choices = _describe_choice([getattr(rule, field.name) for field in fields(rule)])
         words = _digest(f"{choices} {join.shared is not None} {rows}")
         with plan.math.library.allow_float64():
-            sent = np.asarray([1.0, not plan.kinds.narrow, *words, *[word * word for word in words]])
+            sent = np.asarray(
+                [1.0, not plan.kinds.narrow, *words, *[word * word for word in words]]
+            )
             [total] = join_packet(plan.math, [sent], "sum", join)
         values = np.asarray(plan.math.read(total), np.float64)
         count, wide, sums, squares = values[0], values[1], values[2:6], values[6:]
         if not np.allclose(count * squares, sums**2, rtol=1e-12):
             msg = (
-                "the processes that all_reduce joins use different rules or have different leaves or groups, and this "
-                f"one {short(rule)}: use one rule in all of them, on the same tree, with None for what is absent; "
-                "leaves that are whole in their process need no all_reduce, and groups with a limit for each name "
+                "the processes that all_reduce joins use different rules or have different "
+                f"leaves or groups, and this one {short(rule)}: use one rule in all of them, on "
+                "the same tree, with None for what is absent; leaves that are whole in their "
+                "process need no all_reduce, and groups with a limit for each name "
                 "(uc.by_group_norm) may be empty in some"
             )
             raise ValueError(msg)
@@ -305,12 +408,16 @@ class Joins:
 
 
 def _digest(text: str) -> list[float]:
-    """Return four numbers of 8 bits each: their squares are exact in float32, in which some of the user's reduce."""
+    """Return four numbers of 8 bits each: their squares are exact in float32,
+    in which some of the user's reduce.
+    """
     return [float(byte) for byte in crc32(text.encode()).to_bytes(4, "big")]
 
 
 def _describe_choice(value: Any) -> str:
-    """Return what a choice is made of, by qualified names and numbers, as it is the same in each process."""
+    """Return what a choice is made of, by qualified names and numbers,
+    as it is the same in each process.
+    """
     if value is None or isinstance(value, (str, Number)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -319,23 +426,33 @@ def _describe_choice(value: Any) -> str:
         return f"array {tuple(value.shape)}"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    held: Any = [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, (str, Number))]
+    held: Any = [
+        one for one in getattr(value, "__dict__", {}).values() if isinstance(one, (str, Number))
+    ]
     if is_dataclass(value):
         held = [getattr(value, field.name) for field in fields(value)]
     elif isinstance(value, partial):
         held = [value.func, *value.args]
-    return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(map(_describe_choice, held))})"
+    return (
+        f"{type(value).__module__}.{type(value).__qualname__}("
+        f"{', '.join(map(_describe_choice, held))})"
+    )
 
 
 def _copies_of(plan: Layout, given: Any, join: Join) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
     backend = plan.math.library
     answers = (
-        [] if join.shared is None else [join.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
+        []
+        if join.shared is None
+        else [join.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
     )
     for answer in answers:
         check(
-            "what shared(path, leaf) returns", answer, not holds_arrays(answer), "True, False, or a number of processes"
+            "what shared(path, leaf) returns",
+            answer,
+            not holds_arrays(answer),
+            "True, False, or a number of processes",
         )
     present = given.kinds.present
     arrays = [given.arrays[number] for number in present]
@@ -346,7 +463,10 @@ def _copies_of(plan: Layout, given: Any, join: Join) -> list[int] | None:
         return [known.get(number, 1) for number in range(len(given.leaves))]
     if not any(answers):
         return None
-    return [join.size if isinstance(answer, (bool, np.bool_)) and answer else max(1, int(answer)) for answer in answers]
+    return [
+        join.size if isinstance(answer, (bool, np.bool_)) and answer else max(1, int(answer))
+        for answer in answers
+    ]
 
 
 def join_packet(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) -> list[Any]:
@@ -364,10 +484,16 @@ def join_packet(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) ->
             np.concatenate([array.ravel() for array in local]).astype(np.float64, copy=False)
         )
     else:
-        local = [arithmetic.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a) for a in arrays]
+        local = [
+            arithmetic.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a)
+            for a in arrays
+        ]
         if arithmetic.separate:  # XLA makes one reduction of many
             return [_reduce(arithmetic, cast(xp, array, dtype), op, join) for array in local]
-        flat = [xp.reshape(cast(xp, backend.to_device_of(local[0], array), dtype), (-1,)) for array in local]
+        flat = [
+            xp.reshape(cast(xp, backend.to_device_of(local[0], array), dtype), (-1,))
+            for array in local
+        ]
         vector = xp.concat(flat, axis=0)
     vector = _reduce(arithmetic, vector, op, join)
     view = backend.as_numpy(vector) if arithmetic.host else None
@@ -379,8 +505,16 @@ def join_packet(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) ->
 
 
 def _reduce(arithmetic: Arithmetic, array: Any, op: Op, join: Any) -> Any:
-    reduce = join.reduce if not isinstance(join, Join) else lambda x, op: join.reduce(arithmetic.library, x, op)
-    return reduce(array, op) if op == "sum" else _reduce_to_largest(arithmetic.library.xp, array, reduce)
+    reduce = (
+        join.reduce
+        if not isinstance(join, Join)
+        else lambda x, op: join.reduce(arithmetic.library, x, op)
+    )
+    return (
+        reduce(array, op)
+        if op == "sum"
+        else _reduce_to_largest(arithmetic.library.xp, array, reduce)
+    )
 
 
 def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
@@ -388,7 +522,9 @@ def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     isnan, shape = xp.isnan(value), tuple(value.shape)
     both = [xp.where(isnan, xp.zeros_like(value), value), xp.astype(isnan, value.dtype)]
     pair = reduce(xp.concat([xp.reshape(part, (-1,)) for part in both], axis=0), "max")
-    top, bad = (xp.reshape(part, shape) for part in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0))
+    top, bad = (
+        xp.reshape(part, shape) for part in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0)
+    )
     # 0/0, not a constant NaN, which a debugger would report as a result.
     return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)
 
@@ -406,7 +542,10 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
         return reduce
     if callable(all_reduce):
         return all_reduce
-    msg = f"all_reduce must be {backend.joins_by} for gradients of this library, got {short(all_reduce)}"
+    msg = (
+        f"all_reduce must be {backend.joins_by} for gradients of this library, got "
+        f"{short(all_reduce)}"
+    )
     raise TypeError(msg)
 
 
@@ -416,27 +555,33 @@ def refuse_kept_axes(scope: Any, all_reduce: Any) -> None:
     Raises
     ------
     ValueError
-        If the norms of the scope keep axes: those of different units, rows or entries would be added.
+        If the norms of the scope keep axes: those of different units, rows or entries would be
+        added.
     """
     if all_reduce is not None and scope.axes is not None:
         msg = (
-            f"all_reduce= joins the norms of whole leaves, and {scope!r} gives a leaf many: plain arrays do not say "
-            "which of their axes is divided, so norms of different units could be added. Leave all_reduce= out where "
-            "each leaf is whole in its process; where leaves are divided, use distributed arrays (DTensors, or jax.jit "
-            "with sharded arrays), which need no all_reduce="
+            f"all_reduce= joins the norms of whole leaves, and {scope!r} gives a leaf many: plain "
+            "arrays do not say which of their axes is divided, so norms of different units could "
+            "be added. Leave all_reduce= out where each leaf is whole in its process; where "
+            "leaves are divided, use distributed arrays (DTensors, or jax.jit with sharded "
+            "arrays), which need no all_reduce="
         )
         raise ValueError(msg)
 
 
 def mean_loss(library: Backend, loss: Any, sums: list[Any]) -> Any:
-    """Return the mean of the losses of all processes, ``None`` if there is none, given their sum and number."""
+    """Return the mean of the losses of all processes, ``None`` if there is none,
+    given their sum and number.
+    """
     xp, (total, count) = library.xp, sums
     if loss is not None:
         return total / count
     if library.readable(count):
         return total / count if bool(count > 0) else None
     known = count > 0  # else -∞, which is no spike, and is not kept
-    return total / xp.where(known, count, xp.ones_like(count)) + xp.log(xp.astype(known, count.dtype))
+    return total / xp.where(known, count, xp.ones_like(count)) + xp.log(
+        xp.astype(known, count.dtype)
+    )
 
 
 class Loss(NamedTuple):

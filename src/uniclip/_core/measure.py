@@ -27,7 +27,9 @@ _NO_CONTEXT = nullcontext()
 _EXACT_POWER = 6
 """The largest power of float32 numbers that float64 holds."""
 _FITS = (4.5e-277, 1.7976931348623157e308)
-"""Between smallest normal number / eps² and the largest number a sum of squares in float64 is accurate."""
+"""Between smallest normal number / eps² and the largest number a sum of squares in float64
+is accurate.
+"""
 
 
 class Inputs(NamedTuple):
@@ -44,24 +46,34 @@ class Inputs(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The measurements of a step, joined over processes, where the norms lie: an array for each block."""
+    """The measurements of a step, joined over processes, where the norms lie:
+    an array for each block.
+    """
 
     norms: list[Any]
     params: list[Any] | None = None
     sizes: list[Any] | None = None
     present: list[Any] | None = None
-    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
+    """For each norm, whether some process has a gradient of it.
+
+    ``None`` where this process knows.
+    """
     loss: Any = None
     entries_finite: Any = None
     """Whether all entries are finite, where that was looked at."""
 
 
 def measure(inputs: Inputs) -> Measured:
-    """Measure what a step needs; all that processes join goes in one packet with the sums of leaves."""
+    """Measure what a step needs.
+
+    All that processes join goes in one packet with the sums of leaves.
+    """
     rule, plan, given, params, step, _ = inputs
     math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
     joins, sized = plan.joins, "sizes" in needs or bool(power)
-    looks_at_entries = rule.nonfinite == "zero" and (not math_.host or (joins is not None and bool(joins.covering)))
+    looks_at_entries = rule.nonfinite == "zero" and (
+        not math_.host or (joins is not None and bool(joins.covering))
+    )
     with _NO_CONTEXT if math_.host and joins is None else math_.library.allow_float64():
         packet = Packet(
             unsound=[_count_nonfinite(plan, given)] if looks_at_entries else None,
@@ -70,7 +82,9 @@ def measure(inputs: Inputs) -> Measured:
         if joins is not None:
             presence = rule.memory or not plan.one_norm
             packet = joins.ask_for(step.loss, packet, losses="loss" in needs, presence=presence)
-        trees = [tree for tree in (given if step.norm is None else None, params) if tree is not None]
+        trees = [
+            tree for tree in (given if step.norm is None else None, params) if tree is not None
+        ]
         norms, joined = norms_of(plan, trees, rule.norm, packet)
         sizes = plan.sizes
         if joined.sizes is not None:
@@ -82,7 +96,9 @@ def measure(inputs: Inputs) -> Measured:
             norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
             params=None if params is None else math_.as_norms(norms[-1]),
             sizes=None if sizes is None else math_.as_norms(sizes[0]),
-            present=None if joined.present is None else math_.as_norms([count > 0 for count in joined.present]),
+            present=None
+            if joined.present is None
+            else math_.as_norms([count > 0 for count in joined.present]),
             loss=_find_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
             entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
         )
@@ -92,11 +108,16 @@ def _count_nonfinite(plan: Plan, given: Opened) -> Any:
     """Return how many arrays have entries that are not finite."""
     xp, dtype = plan.math.library.xp, plan.math.sum_dtype
     arrays = [given.arrays[number] for number in given.kinds.present]
-    return plan.math.add([xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum")
+    return plan.math.add(
+        [xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum"
+    )
 
 
 def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
-    """Return the loss of a step where the norms are, the mean of all processes; ``None`` if there is none."""
+    """Return the loss of a step where the norms are, the mean of all processes.
+
+    ``None`` if there is none.
+    """
     xp = plan.math.library.xp
     if sums is not None:
         loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
@@ -110,7 +131,9 @@ def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
 
 
 def _given_norm(inputs: Inputs) -> Any:
-    """Return the norm of all leaves that was given, as measuring would return it; refuse an invalid one."""
+    """Return the norm of all leaves that was given, as measuring would return it;
+    refuse an invalid one.
+    """
     plan, backend, [zero] = inputs.plan, inputs.given.backend, zero_norms(inputs.plan, inputs.given)
     norm = backend.xp.asarray(inputs.step.norm, dtype=zero.dtype)
     refuse_shape("norm", norm, zero)
@@ -128,16 +151,23 @@ def zero_norms(plan: Plan, given: Opened) -> list[Any]:
     def zero(block: Block, group: tuple[int, ...]) -> Any:
         if not (block.kept and group):
             return plan.math.to_library(np.zeros((), numpys))
-        return xp.sum(xp.zeros_like(given.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])  # sharded as it is
+        # Sharded as it is.
+        return xp.sum(xp.zeros_like(given.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])
 
-    return [plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks]
+    return [
+        plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks
+    ]
 
 
-def norms_of(plan: Plan, trees: list[Opened], norm: Norm, packet: Packet) -> tuple[list[list[Any]], Packet]:
-    """Return the norms of each tree by block, before they are divided by sizes; and the packet, joined.
+def norms_of(
+    plan: Plan, trees: list[Opened], norm: Norm, packet: Packet
+) -> tuple[list[list[Any]], Packet]:
+    """Return the norms of each tree by block, before they are divided by sizes;
+    and the packet, joined.
 
-    It decides whether sums are made again, and what is joined. Sums of entries up to float32 are float64; others that
-    may have overflowed or underflowed are made again in units of the largest modulus of each norm.
+    It decides whether sums are made again, and what is joined. Sums of entries up to float32 are
+    float64; others that may have overflowed or underflowed are made again in units of the largest
+    modulus of each norm.
     """
     p = math.inf if plan.entries else norm.ord
 
@@ -149,9 +179,15 @@ def norms_of(plan: Plan, trees: list[Opened], norm: Norm, packet: Packet) -> tup
         units = [_measure_unit(plan, top) for top in tops]
         totals, packet = _join_sums(plan, trees, p, units, packet)
         pairs = zip(units, totals, strict=True)
-        return [plan.math.round_to_norms(unit * _root(plan, norm, total)) for unit, total in pairs], packet
+        return [
+            plan.math.round_to_norms(unit * _root(plan, norm, total)) for unit, total in pairs
+        ], packet
 
-    exact = plan.math.narrow and plan.math.double and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
+    exact = (
+        plan.math.narrow
+        and plan.math.double
+        and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
+    )
     if p == math.inf or not trees:
         totals, _ = _join_sums(plan, trees, p, None, Packet())
         norms = list(map(plan.math.round_to_norms, totals))
@@ -173,7 +209,9 @@ def _are_in_range(plan: Plan, totals: list[Any]) -> Any:
     """Return whether no sum of squares may have overflowed or underflowed."""
     least, most = _FITS if plan.math.double else FITS
     zero = 0.0 if plan.math.host else -1.0  # where the host reads, the sum of zeros alone is 0
-    return plan.math.all([((total > least) | (total == zero)) & (total <= most) for total in totals])
+    return plan.math.all(
+        [((total > least) | (total == zero)) & (total <= most) for total in totals]
+    )
 
 
 def _root(plan: Plan, norm: Norm, total: Any) -> Any:
@@ -193,9 +231,12 @@ def _sqrt(xp: Any, total: Any) -> Any:
 
 
 def _measure_unit(plan: Plan, top: Any) -> Any:
-    """Return the unit in which a norm is measured, given the largest modulus: detached, as no norm depends on it."""
+    """Return the unit in which a norm is measured, given the largest modulus: detached,
+    as no norm depends on it.
+    """
     xp = np if isinstance(top, NUMPY) else plan.math.library.xp
-    # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second derivative overflows.
+    # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second
+    # derivative overflows.
     low, high = (2.3e-308, 4e307) if plan.math.double else (1.2e-38, 8e37)
     unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
     return unit if xp is np else plan.math.library.detach(unit)
@@ -204,12 +245,16 @@ def _measure_unit(plan: Plan, top: Any) -> Any:
 def _join_sums(
     plan: Plan, trees: list[Opened], p: float, units: list[Any] | None, packet: Packet
 ) -> tuple[list[Any], Packet]:
-    """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree, and the packet, joined."""
+    """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree,
+    and the packet, joined.
+    """
     by = [None] * len(trees) if units is None else in_groups(units, [len(plan.blocks)] * len(trees))
     terms = [_terms(plan, tree, p, of_tree) for tree, of_tree in zip(trees, by, strict=True)]
     if plan.joins is not None:
         return plan.joins.rows(trees, terms, packet)
-    return [row for tree, added in zip(trees, terms, strict=True) for row in plan.math.sums(tree, added)], packet
+    return [
+        row for tree, added in zip(trees, terms, strict=True) for row in plan.math.sums(tree, added)
+    ], packet
 
 
 def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> Terms:
@@ -227,22 +272,38 @@ def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> T
 
 
 def sizes_of(plan: Plan, given: Opened) -> list[Any]:
-    """Return the number of entries of each norm, ``(k, 1, ...)`` for each block, in this process; copies count once."""
+    """Return the number of entries of each norm, ``(k, 1, ...)`` for each block, in this process;
+    copies count once.
+    """
     counts = {n: _count_entries(plan, given, n) for n in plan.order if n >= 0}
     counts = counts if plan.joins is None else plan.joins.count_once(counts)
-    return [_add_counts(plan, block, [[counts[n] for n in group] for group in block.groups]) for block in plan.blocks]
+    return [
+        _add_counts(plan, block, [[counts[n] for n in group] for group in block.groups])
+        for block in plan.blocks
+    ]
 
 
 def _count_entries(plan: Plan, given: Opened, number: int) -> Any:
-    """Return the number of entries of a leaf that share a norm, also of those that are not stored."""
-    leaf, odd, axes, xp = given.leaves[number], given.odd.get(number), plan.axes[number], plan.math.library.xp
+    """Return the number of entries of a leaf that share a norm,
+    also of those that are not stored.
+    """
+    leaf, odd, axes, xp = (
+        given.leaves[number],
+        given.odd.get(number),
+        plan.axes[number],
+        plan.math.library.xp,
+    )
     shape = leaf.shape if odd is None or odd.shape is None else odd.shape
     if getattr(shape, "rank", 0) is None or any([length is None for length in shape]):
         if given.is_sparse(number):
-            msg = f"{given.place(number)} is sparse, and does not tell the size to average over: give it a dense_shape"
+            msg = (
+                f"{given.place(number)} is sparse, and does not tell the size to average over: "
+                "give it a dense_shape"
+            )
             raise ValueError(msg)
         return xp.sum(xp.ones_like(given.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
-    return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
+    # not a generator: torch.compile
+    return math.prod(shape if axes is None else [shape[axis] for axis in axes])
 
 
 def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
@@ -251,16 +312,21 @@ def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
     if all([isinstance(count, (int, float)) for group in counts for count in group]):
         return np.reshape(np.asarray([sum(group) for group in counts], np.float64), shape)
     rows = [
-        plan.math.add([xp.astype(xp.asarray(count), plan.math.sum_dtype) for count in group], "sum") for group in counts
+        plan.math.add([xp.astype(xp.asarray(count), plan.math.sum_dtype) for count in group], "sum")
+        for group in counts
     ]
     return xp.reshape(plan.math.stack(rows), shape)
 
 
 def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-    """Return numbers of entries, at least 1, in the dtype of the norms; and what norms are divided by."""
+    """Return numbers of entries, at least 1, in the dtype of the norms;
+    and what norms are divided by.
+    """
     counts, by = [], []
     for size in sizes:
         xp = np if isinstance(size, np.ndarray) else plan.math.library.xp
         counts.append(plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size))))
-        by.append(counts[-1] ** power if plan.math.host else plan.math.to_library(counts[-1] ** power))
+        by.append(
+            counts[-1] ** power if plan.math.host else plan.math.to_library(counts[-1] ** power)
+        )
     return counts, by

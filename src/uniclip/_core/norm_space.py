@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Where norms are computed, in NumPy's arrays or in the library's, and how values cross.
 
-They are NumPy's where the host reads the gradients at no cost, and then so are limits and factors. After the sums of
-leaves, only what is here makes, converts, rounds and branches on norms.
+They are NumPy's where the host reads the gradients at no cost, and then so are limits and factors.
+After the sums of leaves, only what is here makes, converts, rounds and branches on norms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ import numpy as np
 
 from uniclip._core.tree import Opened
 from uniclip.backends import DEFAULT, Backend
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, RECORDED, TRACED, Op, Terms, cast, norm_dtype, stack_arrays
+from uniclip.backends.base import (
+    HOST,
+    LIBRARY,
+    NUMPY,
+    RECORDED,
+    TRACED,
+    Op,
+    Terms,
+    cast,
+    norm_dtype,
+    stack_arrays,
+)
 
 
 class Arithmetic:
@@ -24,12 +35,17 @@ class Arithmetic:
     def __init__(self, given: Opened, mode: int, *, narrow: bool) -> None:
         kinds, library = given.kinds, given.backend
         self.library, self.mode, self.host = library, mode, mode == HOST
-        """The backend of the gradients; the mode of the step; whether norms, limits and factors are NumPy's arrays."""
+        """The backend of the gradients.
+
+        The mode of the step; whether norms, limits and factors are NumPy's arrays.
+        """
         self.backend: Backend = DEFAULT if self.host else library
         """The backend of norms, limits and factors."""
         self.xp = self.backend.xp
         self.compiled = mode == TRACED
-        """Whether the step is compiled or transformed: there are no values, and nothing is remembered."""
+        """Whether the step is compiled or transformed: there are no values,
+        and nothing is remembered.
+        """
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
         self.device = kinds.device if given.first is None else library.device(given.first)
@@ -58,7 +74,10 @@ class Arithmetic:
         return new
 
     def sums(self, tree: Opened, terms: Terms) -> list[Any]:
-        """Return the sums of each block's norms; no derivatives are recorded with respect to parameters."""
+        """Return the sums of each block's norms.
+
+        No derivatives are recorded with respect to parameters.
+        """
         mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
         return self.library.sums(mode, terms) if terms.arrays else []
 
@@ -79,13 +98,19 @@ class Arithmetic:
         return arrays if self.host else list(map(self.to_library, arrays))
 
     def view(self, array: Any) -> Any:
-        """Return an array of the library or of NumPy where the norms are; ``None`` if the host cannot read it."""
+        """Return an array of the library or of NumPy where the norms are.
+
+        ``None`` if the host cannot read it.
+        """
         if isinstance(array, NUMPY):
             return array if self.host else self.to_library(np.asarray(array))
         return self.library.as_numpy(array) if self.host else array
 
     def recall(self, array: Any) -> Any:
-        """Return an array of a state where the norms are; the host reads it also from another device."""
+        """Return an array of a state where the norms are.
+
+        The host reads it also from another device.
+        """
         if not self.host:
             return self.library.detach(array)
         view = self.view(array)
@@ -112,7 +137,9 @@ class Arithmetic:
     def cast_limit(self, value: Any, norms: Any) -> Any:
         """Return a limit in the dtype of norms, as an array that broadcasts against them."""
         return (
-            cast(self.xp, value, norms.dtype) if hasattr(value, "shape") else self.xp.asarray(value, dtype=norms.dtype)
+            cast(self.xp, value, norms.dtype)
+            if hasattr(value, "shape")
+            else self.xp.asarray(value, dtype=norms.dtype)
         )
 
     def stack(self, values: list[Any]) -> Any:
@@ -140,8 +167,12 @@ class Arithmetic:
         flags = [self.xp.isfinite(n) for n in norms]
         return self.all(flags if entries_finite is None else [entries_finite, *flags])
 
-    def choose(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
+    def choose(
+        self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]
+    ) -> list[Any]:
         """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
-        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == LIBRARY and self.library.readable(ok)):
+        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (
+            self.mode == LIBRARY and self.library.readable(ok)
+        ):
             return usual() if bool(ok) else rare()
         return self.library.cond(ok, usual, rare)

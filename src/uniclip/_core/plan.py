@@ -50,15 +50,31 @@ class Block(NamedTuple):
         return flags if any(flags) else ()
 
 
-def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
-    """Return the plan of a rule for an opened tree, one that was made before if possible; traced code makes it anew.
+def plan_of(
+    rule: Choices, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None
+) -> Plan:
+    """Return the plan of a rule for an opened tree, one that was made before if possible.
+
+    Traced code makes it anew.
 
     ``params`` are the parameters that are measured, too.
     """
     trees = [given] if params is None else [given, params]
     parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.odd])
-    shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
-    key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.narrow, join.checked)
+    shapes = (
+        tuple([x if x is None else x.shape for x in given.leaves])
+        if rule.by_shape and mode != TRACED
+        else None
+    )
+    key: Any = (
+        given.spec,
+        given.kinds,
+        mode,
+        shapes,
+        parts,
+        join,
+        join and (join.narrow, join.checked),
+    )
     plan = None if mode == TRACED else rule.plans.get(key)
     if plan is not None:
         return plan
@@ -74,7 +90,9 @@ def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, p
 class Plan:
     """What is the same at every step; made by `plan_of`."""
 
-    def __init__(self, rule: Choices, given: Opened, mode: int, join: Join | None, parts: Any) -> None:
+    def __init__(
+        self, rule: Choices, given: Opened, mode: int, join: Join | None, parts: Any
+    ) -> None:
         kinds, scope = given.kinds, rule.scope
         self.math = Arithmetic(given, mode, narrow=kinds.narrow and (join is None or join.narrow))
         """Where its norms lie."""
@@ -85,30 +103,40 @@ class Plan:
         """How processes join what is measured, ``None`` if this one has all of it."""
         if joins is not None and joins.divided and rule.memory:
             msg = (
-                f"{short(rule)} remembers norms along axes, and some of these axes are divided among processes, so "
-                "that its state would differ from process to process: take a scope of whole leaves, such as "
-                "uc.scopes.each_leaf, or a limit without memory"
+                f"{short(rule)} remembers norms along axes, and some of these axes are divided "
+                "among processes, so that its state would differ from process to process: take a "
+                "scope of whole leaves, such as uc.scopes.each_leaf, or a limit without memory"
             )
             raise ValueError(msg)
         self.sizes: tuple[list[Any], list[Any]] | None = None
-        """The numbers of entries of its norms, and what these are divided by, once a step has counted them."""
-        if join is None and self.math.compiled and scope.axes is None:  # parts without a reduction are refused
+        """The numbers of entries of its norms, and what these are divided by,
+        once a step has counted them.
+        """
+        # Parts without a reduction are refused.
+        if join is None and self.math.compiled and scope.axes is None:
             present = kinds.present
-            given.backend.copies([given.arrays[n] for n in present], None, None, lambda n: given.place(present[n]))
+            given.backend.copies(
+                [given.arrays[n] for n in present], None, None, lambda n: given.place(present[n])
+            )
 
     def _divide(self, rule: Choices, given: Opened, join: Join | None) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
         kinds, scope = self.kinds, self.scope
         missing = bool(given.parts) and len(kinds.present) < len(given.leaves)
         everywhere = rule.memory or join is not None or missing
-        members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
+        members = _groups(
+            given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere
+        )
         labelled = scope.label not in {None, everything}
         alone = join is None and len(kinds.present) == len(given.leaves)
         if labelled and alone and is_new(rule):
             answers = [label for label, numbers in members.items() for _ in numbers]
             refuse_one_answer("scopes.groups(label)", scope.label, given.paths(), answers)
             rule.tells_apart.append(True)
-        groups = {label: [n for n in numbers if given.leaves[n] is not None] for label, numbers in members.items()}
+        groups = {
+            label: [n for n in numbers if given.leaves[n] is not None]
+            for label, numbers in members.items()
+        }
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
         self.axes: list[Axes] = [None] * len(given.leaves)
@@ -123,7 +151,10 @@ class Plan:
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
         self.places = {
-            n: (b, row) for b, block in enumerate(self.blocks) for row, group in enumerate(block.groups) for n in group
+            n: (b, row)
+            for b, block in enumerate(self.blocks)
+            for row, group in enumerate(block.groups)
+            for n in group
         }
         """For each leaf, the block and the row of its norm."""
         self.entries = (
@@ -187,7 +218,9 @@ class Plan:
         return plan
 
     def arrange(self, blocks: Sequence[Any]) -> Any:
-        """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
+        """Return a value for each group in the scope's form: a tree, a dict by label,
+        or a single value.
+        """
         if self.scope.label is everything:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
         rows = self.by_label(blocks)
@@ -196,9 +229,14 @@ class Plan:
         return self.spec.unflatten([rows.get(number) for number in range(len(self.axes))])
 
     def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
-        """Return a value for each group that is present; processes that are joined have all named ones."""
+        """Return a value for each group that is present.
+
+        Processes that are joined have all named ones.
+        """
         rows: dict[Any, Any] = {}
-        everywhere = self.joins is not None and self.joins.join is not None and self.scope.label is not None
+        everywhere = (
+            self.joins is not None and self.joins.join is not None and self.scope.label is not None
+        )
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
                 if group or everywhere:
@@ -223,8 +261,11 @@ def _text(label: Any) -> str:
     return stable(repr(label))
 
 
-def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bool) -> dict[Hashable, list[int]]:
-    """Return the numbers of the leaves that share a norm, absent ones too, by the label of their group.
+def _groups(
+    given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bool
+) -> dict[Hashable, list[int]]:
+    """Return the numbers of the leaves that share a norm, absent ones too,
+    by the label of their group.
 
     ``everywhere`` tells that absent gradients have rows.
     """
@@ -242,14 +283,18 @@ def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bo
 
 
 def is_new(holder: Any) -> bool:
-    """Whether a rule with a mask or a label has met no tree yet; in code that is compiled nothing is asked."""
+    """Whether a rule with a mask or a label has met no tree yet;
+    in code that is compiled nothing is asked.
+    """
     return not (holder.tells_apart or compiling())
 
 
 def refuse_one_answer(what: str, function: Any, paths: list[Path], answers: list[Any]) -> None:
-    """Refuse a mask or a label that looks for names where leaves have numbers, or takes none: they have other names.
+    """Refuse a mask or a label that looks for names where leaves have numbers, or takes none:
+    they have other names.
 
-    It says the same of all leaves then. All leaves that have names may be meant, and so may a label that is a key.
+    It says the same of all leaves then. All leaves that have names may be meant, and so may a label
+    that is a key.
 
     Raises
     ------
@@ -258,19 +303,27 @@ def refuse_one_answer(what: str, function: Any, paths: list[Path], answers: list
     """
     answer = answers[0] if len(answers) > 1 and len(set(answers)) == 1 else None
     numbered = all([isinstance(path[-1], int) for path in paths if path])
-    fine = answer is None or not (numbered or answer is False) or (not isinstance(answer, bool) and answer in paths[0])
+    fine = (
+        answer is None
+        or not (numbered or answer is False)
+        or (not isinstance(answer, bool) and answer in paths[0])
+    )
     if fine or not _reads_path(function):
         return
     msg = (
-        f"{what} says {short(answer)} of all {len(answers)} leaves, whose paths are like {short(paths[0])}: look for "
-        "these names. Parameters of PyTorch's optimizers have numbers unless they get names, by "
-        "attach(optimizer, rule, names=model). If all are meant, give a function that does not look at the path"
+        f"{what} says {short(answer)} of all {len(answers)} leaves, whose paths are like "
+        f"{short(paths[0])}: look for these names. Parameters of PyTorch's optimizers have "
+        "numbers unless they get names, by attach(optimizer, rule, names=model). If all are "
+        "meant, give a function that does not look at the path"
     )
     raise ValueError(msg)
 
 
 def _reads_path(function: Any) -> bool:
-    """Whether a Python function of (path, leaf) uses its path; false for a ``partial`` and for what is no function."""
+    """Whether a Python function of (path, leaf) uses its path.
+
+    False for a ``partial`` and for what is no function.
+    """
     code = getattr(function, "__code__", None)
     if code is None:
         return False
@@ -291,10 +344,17 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
     except AttributeError as error:
         if leaf is not None:
             raise
-        msg = f"{where} is absent (None), and a rule that remembers asks for its group: label it by its path alone"
+        msg = (
+            f"{where} is absent (None), and a rule that remembers asks for its group: label it by "
+            "its path alone"
+        )
         raise TypeError(msg) from error
     try:
-        fits = not hasattr(answer, "dtype") or isinstance(answer, (Number, str)) or answer in {True, False}
+        fits = (
+            not hasattr(answer, "dtype")
+            or isinstance(answer, (Number, str))
+            or answer in {True, False}
+        )
         hash(answer)
     except TypeError:
         fits = False
@@ -318,7 +378,10 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
         msg = f"{given.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
     if axes and by_entry:
-        msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
+        msg = (
+            f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope "
+            "of whole leaves"
+        )
         raise TypeError(msg)
     return axes
 
@@ -335,19 +398,23 @@ def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> No
         covered = axes[number]
         if covered is not None and 0 not in covered and given.is_sparse(number):
             msg = (
-                f"{given.place(number)} is sparse: {short(rule)} {does} for each row, and at each step other rows are "
-                "stored; make the gradient dense, or take a norm of whole leaves"
+                f"{given.place(number)} is sparse: {short(rule)} {does} for each row, and at each "
+                "step other rows are stored; make the gradient dense, or take a norm of whole "
+                "leaves"
             )
             raise TypeError(msg)
 
 
 def _stacking_key(given: Opened, number: int, axes: Axes) -> Hashable:
-    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
+    """Return a key that must be equal for norms with axes to be stacked,
+    ``None`` if they must not be.
+    """
     backend, array = given.backend, given.arrays[number]
     if axes is None or not backend.stacks(array):
         return None
     kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
-    as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1  # norms never leave their leaf
+    # Norms never leave their leaf.
+    as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1
     large = math.prod(kept) > _STACKED
     return None if as_large or large else (kept, backend.device(array), given.part(number))
 
@@ -358,11 +425,18 @@ def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> No
     def kept(number: int) -> tuple[Any, ...]:
         covered = axes[number]
         shape = given.arrays[number].shape
-        return () if covered is None else tuple(n for axis, n in enumerate(shape) if axis not in covered)
+        return (
+            ()
+            if covered is None
+            else tuple(n for axis, n in enumerate(shape) if axis not in covered)
+        )
 
     for number in group:
         if not same_shape(kept(group[0]), kept(number)):
-            first, other = (f"{given.place(n)} of shape {tuple(given.arrays[n].shape)}" for n in (group[0], number))
+            first, other = (
+                f"{given.place(n)} of shape {tuple(given.arrays[n].shape)}"
+                for n in (group[0], number)
+            )
             msg = (
                 "leaves that share norms need equal shapes outside the axes a norm covers, but "
                 f"{first} has norms of shape {kept(group[0])}, {other} has {kept(number)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """One step of a rule: open, plan, measure, limit, factor.
 
-`decide` asks the lane of a backend first, which takes what nearly every call is. The general way is in the order in
-which it runs, below it.
+`decide` asks the lane of a backend first, which takes what nearly every call is. The general way is
+in the order in which it runs, below it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from uniclip._errors import NonFiniteError, real, refuse_in_step, short
 from uniclip._types import Step
 from uniclip.backends import DEFAULT, MET, Backend, backend_of
 from uniclip.backends.arrays import broadcasts, refuse_shape
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Lane, cast, finite_or_zero, numbers_in_lane
+from uniclip.backends.base import (
+    HOST,
+    LIBRARY,
+    NUMPY,
+    TRACED,
+    Lane,
+    cast,
+    finite_or_zero,
+    numbers_in_lane,
+)
 from uniclip.curves import RejectAbove, hard, rejects, within
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import Rows
@@ -46,7 +55,9 @@ def decide(
     step: Step = Step(),  # noqa: B008 - it never changes
     max_norm: Any = None,
 ) -> Decision | LaneDecision:
-    """Ask the lane of a backend, which takes what nearly every call is; go the general way for all else.
+    """Ask the lane of a backend, which takes what nearly every call is.
+
+    Go the general way for all else.
 
     In the lane the leaves are clipped when this returns; else when the decision is asked for them.
 
@@ -65,7 +76,12 @@ def decide(
         As `uniclip.clip`.
     """
     limit = rule.constant if max_norm is None else max_norm
-    alone = all([value is None for value in (step.params, step.all_reduce, step.loss, step.norm, step.shared)])
+    alone = all(
+        [
+            value is None
+            for value in (step.params, step.all_reduce, step.loss, step.norm, step.shared)
+        ]
+    )
     takes_lane = rule.simple and alone and type(limit) in {float, int}
     if takes_lane:
         leaves, spec = flatten_known(grads)
@@ -85,7 +101,9 @@ def decide(
 def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
     """Return what the lane comes to beside odd leaves; ``None`` if it takes more."""
     with given.backend.quiet(given.first):
-        lane = given.backend.lane(given.arrays, math.inf if given.in_place else limit, in_place=False)
+        lane = given.backend.lane(
+            given.arrays, math.inf if given.in_place else limit, in_place=False
+        )
         if lane is None or not given.in_place:
             return lane and lane._replace(leaves=given.restore_leaves(lane.leaves))
         numbers = numbers_in_lane(lane.norm, limit)
@@ -97,10 +115,17 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
         return Lane(norm, limit, factor, given.leaves, given.kinds.device)
 
 
-def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:
+def decide_generally(
+    rule: Choices, given: Opened, state: Any, step: Step, constant: Any
+) -> Decision:
     """Plan which leaves share a norm, and whether the host reads the norms; then decide."""
     join, params = None, None
-    if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
+    if (
+        step.params is not None
+        or step.all_reduce is not None
+        or step.loss is not None
+        or "params" in rule.limit.needs
+    ):
         refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
         given, params = with_params(rule, of_joined_library(given, step.all_reduce), step)
@@ -116,22 +141,31 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(None if mode == TRACED else rule.agreed, step.all_reduce, step.shared)
     if params is not None and mode != HOST:
-        detached = [array if array is None else kinds.backend.detach(array) for array in params.arrays]
+        detached = [
+            array if array is None else kinds.backend.detach(array) for array in params.arrays
+        ]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
     with kinds.backend.quiet(given.first):
-        if plan.joins is not None and plan.joins.compare(rule):  # now it is known how many there are
+        # Now it is known how many there are.
+        if plan.joins is not None and plan.joins.compare(rule):
             plan = plan_of(rule, given, mode, join, params)
         return _decide(Inputs(rule, plan, given, params, step, constant), state)
 
 
 def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: Any) -> int:
-    """Return the mode of a step on gradients, and parameters, given values to look at, and what else may be traced."""
+    """Return the mode of a step on gradients, and parameters, given values to look at,
+    and what else may be traced.
+    """
     kinds, backend = [tree.kinds for tree in trees], trees[0].backend
-    mode = TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, others))
+    mode = (
+        TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, others))
+    )
     if mode != HOST:
         return mode
-    reads = all([tree.reads for tree in kinds]) and all([_viewable(backend, value) for value in values])
+    reads = all([tree.reads for tree in kinds]) and all(
+        [_viewable(backend, value) for value in values]
+    )
     return HOST if reads and not rule.holds_arrays else LIBRARY
 
 
@@ -140,7 +174,9 @@ def _viewable(backend: Backend, value: Any) -> bool:
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
     library = backend_of(value)  # a tree without gradients is of none
-    return (backend.as_numpy(backend.xp.asarray(value)) if library is None else library.as_numpy(value)) is not None
+    return (
+        backend.as_numpy(backend.xp.asarray(value)) if library is None else library.as_numpy(value)
+    ) is not None
 
 
 def _decide(inputs: Inputs, state: Any) -> Decision:
@@ -153,7 +189,9 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
     if rule.decides:
         step_finite = plan.math.finite(norms, measured.entries_finite)
-        step_finite = step_finite if plan.joins is None else plan.joins.in_all_owners([step_finite])[0]
+        step_finite = (
+            step_finite if plan.joins is None else plan.joins.in_all_owners([step_finite])[0]
+        )
     if rule.nonfinite == "raise":
         _refuse_nonfinite(given, plan, step_finite)
     # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
@@ -172,12 +210,15 @@ def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Meas
     """Return gradients with 0 for entries that are not finite, and what is measured then."""
     plan, given = inputs.plan, inputs.given
     if plan.math.host:  # read twice only in a step in which it happens
-        if measured.entries_finite is None:  # else processes hold parts: all of them measure again, or none
+        # else processes hold parts: all of them measure again, or none
+        if measured.entries_finite is None:
             measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
         if bool(measured.entries_finite):
             return given, measured
     xp = plan.math.library.xp
-    given = given._replace(arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays])
+    given = given._replace(
+        arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays]
+    )
     again = measure(inputs._replace(given=given, params=None, step=inputs.step._replace(loss=None)))
     return given, measured._replace(norms=again.norms)
 
@@ -188,7 +229,9 @@ def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Meas
 def _compute_limits(
     inputs: Inputs, measured: Measured, norms: list[Any], state: Any
 ) -> tuple[list[Any], Any, list[Any] | None]:
-    """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
+    """Return the limits of each block, numbers or arrays, the next state and the thresholds;
+    validate them.
+    """
     rule, plan, given = inputs.rule, inputs.plan, inputs.given
     limit, constant = rule.limit, inputs.constant
     if given.odd:
@@ -201,7 +244,9 @@ def _compute_limits(
         _check_state(rule, plan, state)
     states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
     contexts = _make_contexts(inputs, measured, norms)
-    answers = [_ask_limit(inputs, context, old) for context, old in zip(contexts, states, strict=True)]
+    answers = [
+        _ask_limit(inputs, context, old) for context, old in zip(contexts, states, strict=True)
+    ]
     limits = [
         _check_limits(plan, limits_of_block, n, fits=rule.limits_checked)
         for (limits_of_block, _), n in zip(answers, norms, strict=True)
@@ -221,13 +266,22 @@ def _compute_limits(
 def _refuse_limits_by_row(inputs: Inputs) -> None:
     """Refuse a limit, or counts, with a value for each row of a sparse leaf."""
     rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
-    of_groups = dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
+    of_groups = (
+        dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
+    )
     for number in inputs.given.kinds.odd:
         block, row = plan.places[number]
         kept, label = plan.blocks[block].kept, plan.blocks[block].labels[row]
         limit = of_groups.get(label) if of_groups else rule.limit if constant is None else constant
-        value = limit.value if isinstance(limit, Constant) else limit.counts if isinstance(limit, Relative) else limit
-        shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())  # a compiler asks no number
+        value = (
+            limit.value
+            if isinstance(limit, Constant)
+            else limit.counts
+            if isinstance(limit, Relative)
+            else limit
+        )
+        # A compiler asks no number.
+        shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())
         if kept and len(shape) >= kept and shape[-kept] != 1:
             refuse_rows(inputs.given, plan.axes, rule, "has a limit")
 
@@ -241,7 +295,10 @@ def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list
         for n, of_params, size, present, block in zip(norms, *columns, plan.blocks, strict=True)
     ]
     needs, apart = inputs.rule.limit.needs, plan.joins is not None and plan.joins.divided
-    return [Context(plan.math.backend, rows, n, needs, measured.loss, apart=apart) for n in range(len(rows))]
+    return [
+        Context(plan.math.backend, rows, n, needs, measured.loss, apart=apart)
+        for n in range(len(rows))
+    ]
 
 
 def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
@@ -256,7 +313,9 @@ def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
 
 
 def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
-    """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
+    """Return the limits of a block's norms, and its next state,
+    ``None`` if all its gradients are absent.
+    """
     limit, math_ = inputs.rule.limit, inputs.plan.math
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
@@ -267,19 +326,26 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
         _refuse_numpy(inputs.plan, limit, error)
         raise
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        msg = f"{short(limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
+        msg = (
+            f"{short(limit)} must return (limits, state), the limits and the next state, got "
+            f"{short(answer)}"
+        )
         raise TypeError(msg)
     limits, new = answer
     if not hasattr(limits, "dtype"):
         shape = tuple(context.norms.shape)
-        wanted = f"a number or an array of real numbers that broadcasts against norms of shape {shape}"
+        wanted = (
+            f"a number or an array of real numbers that broadcasts against norms of shape {shape}"
+        )
         limits = real(f"the limit of {short(limit)}", limits, wanted)
     if not limit.memory:
         return limits, state
     absent = _find_absent(inputs.plan, context.absent, context.present)
     if absent is not None and isinstance(limit, PerGroup):
         rows = enumerate(zip(new, old, strict=True))
-        new = tuple([_restore_absent_rows(inputs.plan, *row, absent[n : n + 1, ...]) for n, row in rows])
+        new = tuple(
+            [_restore_absent_rows(inputs.plan, *row, absent[n : n + 1, ...]) for n, row in rows]
+        )
     elif absent is not None:
         new = _restore_absent_rows(inputs.plan, new, old, absent)
     keep = (lambda a: math_.to_library(np.asarray(a))) if math_.host else math_.library.detach
@@ -290,8 +356,9 @@ def _refuse_numpy(plan: Plan, choice: Any, error: Exception) -> None:
     """Say why a limit or a curve got NumPy's arrays, if it failed on them."""
     if plan.math.backend is not plan.math.library and "numpy" in str(error):
         msg = (
-            f"{short(choice)}: {error}. Where the host can read the gradients, norms are NumPy's arrays: use the "
-            "functions of context.xp in a limit, of xp in a curve, not those of one library"
+            f"{short(choice)}: {error}. Where the host can read the gradients, norms are NumPy's "
+            "arrays: use the functions of context.xp in a limit, of xp in a curve, not those of "
+            "one library"
         )
         raise TypeError(msg) from error
 
@@ -323,22 +390,33 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
     parts = [state] if len(blocks) == 1 else state
     count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
-    kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))
+    kind = isinstance(limit, PerGroup) or (
+        count and all(hasattr(part, "_fields") for part in parts)
+    )
     if state is None or isinstance(state, NoState) or (known and not kind):
-        msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
+        msg = (
+            f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, "
+            f"got {short(state)}"
+        )
         raise TypeError(msg)
     for part, block in zip(parts, blocks, strict=True) if known else ():
-        rows = [len(part)] if isinstance(limit, PerGroup) else [array.shape[0] for array in part if len(array.shape)]
+        rows = (
+            [len(part)]
+            if isinstance(limit, PerGroup)
+            else [array.shape[0] for array in part if len(array.shape)]
+        )
         if rows and rows[0] != len(block.groups):
             msg = (
-                f"the state of {short(rule)} is for {rows[0]} norms, but there are {len(block.groups)}: it was made "
-                "for other gradients"
+                f"the state of {short(rule)} is for {rows[0]} norms, but there are "
+                f"{len(block.groups)}: it was made for other gradients"
             )
             raise ValueError(msg)
 
 
 def _check_threshold(plan: Plan, context: Context) -> Any:
-    """Return a threshold, the largest number of the norms' dtype where it is beyond; refuse wrong shapes."""
+    """Return a threshold, the largest number of the norms' dtype where it is beyond;
+    refuse wrong shapes.
+    """
     threshold: Any = context.threshold
     largest = plan.math.largest_norm
     refuse_shape("threshold", threshold, context.norms)
@@ -348,11 +426,14 @@ def _check_threshold(plan: Plan, context: Context) -> Any:
 def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
     """Clip limits to the range of the norms' dtype; refuse wrong shapes.
 
-    Negative limits and NaN are refused where they can be read. ``fits`` tells that none is negative.
+    Negative limits and NaN are refused where they can be read. ``fits`` tells that none is
+    negative.
     """
     xp, backend, largest = plan.math.xp, plan.math.backend, plan.math.largest_norm
     if isinstance(value, NUMBERS):
-        wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
+        wrong = not value >= 0 and not (
+            backend.readable(norms) and not bool(xp.any(xp.isfinite(norms)))
+        )
         value = min(value, largest)  # in the other order NaN would become largest
     else:
         if plan.math.host and not isinstance(value, NUMPY):
@@ -361,7 +442,11 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         refuse_shape("limit", value, norms)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
-        wrong = read and not bool(xp.all(value >= 0)) and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
+        wrong = (
+            read
+            and not bool(xp.all(value >= 0))
+            and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
+        )
         if isinstance(value, np.ndarray) or fits:
             value = xp.where(value > largest, largest, value)
         else:
@@ -377,22 +462,26 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
 
 
 def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: Any) -> Any:
-    """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
+    """Return the curve's factors: 1 where nothing is limited,
+    NaN (or the policy's 0) where either is not finite.
 
-    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
-    is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant number ∞ leaves
-    even NaN alone.
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0,
+    and NaN where a norm is not finite. A limit equal to the largest number of the norms' dtype
+    limits nothing; a constant number ∞ leaves even NaN alone.
     """
     rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
     xp, world, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
     bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
-    if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
+    # to compilers no symbol is ∞
+    if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:
         factors = xp.ones_like(norms)
     elif number and limits >= plan.math.largest_norm and not bounded:
         factors = xp.ones_like(norms) + fault
     else:
         plain = _divide_by_larger if number and limits > 0 else _divide_by_larger_or_one
-        array = xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
+        array = (
+            xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
+        )
         limits = cast(xp, array, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = world.fast_values(plain, _hard)(norms, limits)
@@ -402,7 +491,9 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
                 factors = factors + (limits - limits)
     if not rule.zeroes:
         return factors
-    kept = world.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    kept = (
+        world.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    )
     return xp.where(kept, factors, xp.zeros_like(factors))
 
 
@@ -412,7 +503,10 @@ def _hard(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def _divide_by_larger(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return the same by fewer operations, for limits above 0; the division is last, or XLA makes it in each user."""
+    """Return the same by fewer operations, for limits above 0.
+
+    The division is last, or XLA makes it in each user.
+    """
     return limit / (xp.maximum(norm, limit) + (norm - norm))
 
 
@@ -431,7 +525,10 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     except (TypeError, AttributeError, RuntimeError) as error:
         _refuse_numpy(plan, curve, error)
         raise
-    if not (isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))):
+    if not (
+        isinstance(factors, NUMBERS)
+        or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))
+    ):
         wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
         msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
         raise TypeError(msg)
@@ -450,7 +547,9 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     backend = backend_of(arrays[0]) or DEFAULT
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return yes if bool(flag) else no
-    return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)
+    return optree.tree_map(
+        lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no
+    )
 
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
@@ -461,11 +560,18 @@ def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_fin
     if rejects(rule.curve):
         every, none = [], []
         unknown = [None] * len(factors)
-        for factor, block, present in zip(factors, plan.blocks, measured.present or unknown, strict=True):
-            dropped, absent = xp.equal(factor, xp.zeros_like(factor)), _find_absent(plan, block.absent, present)
+        for factor, block, present in zip(
+            factors, plan.blocks, measured.present or unknown, strict=True
+        ):
+            dropped, absent = (
+                xp.equal(factor, xp.zeros_like(factor)),
+                _find_absent(plan, block.absent, present),
+            )
             none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
             if absent is not None:
-                dropped = dropped | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1))
+                dropped = dropped | xp.reshape(
+                    absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1)
+                )
             every.append(dropped)
         flags = [plan.math.all(every), plan.math.all(none)]
         all_gone, none_gone = flags if plan.joins is None else plan.joins.in_all_owners(flags)
@@ -478,15 +584,23 @@ def _refuse_nonfinite(given: Opened, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (
-            "nonfinite='raise' has to look at the norm, and code that is being compiled or transformed has no values "
-            "to look at: use 'propagate', 'skip' or 'zero' there, and look at report.finite outside"
+            "nonfinite='raise' has to look at the norm, and code that is being compiled or "
+            "transformed has no values to look at: use 'propagate', 'skip' or 'zero' there, and "
+            "look at report.finite outside"
         )
         raise TypeError(msg)
     if not bool(finite):
         xp, arrays, present = given.backend.xp, given.arrays, given.kinds.present
-        bad = [given.place(number) for number in present if not bool(xp.all(xp.isfinite(arrays[number])))]
+        bad = [
+            given.place(number)
+            for number in present
+            if not bool(xp.all(xp.isfinite(arrays[number])))
+        ]
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         msg = f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"
         if not bad:
-            msg = "the gradients are finite, but their norm is out of its dtype's range, or another device's are not"
+            msg = (
+                "the gradients are finite, but their norm is out of its dtype's range, or another "
+                "device's are not"
+            )
         raise NonFiniteError(msg)

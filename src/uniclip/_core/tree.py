@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Trees of gradients and parameters: open leaves into dense arrays, restore them, and name them.
 
-A tree is opened once, and this is the one door for odd leaves: sparse and distributed ones, integers and storage
-formats become floating-point arrays here, each in a `Leaf`, in which entries that were stored twice are summed, and
-`Opened.close` makes them what they were. ``None``, an absent gradient, keeps its row.
+A tree is opened once, and this is the one door for odd leaves: sparse and distributed ones,
+integers and storage formats become floating-point arrays here, each in a `Leaf`, in which entries
+that were stored twice are summed, and `Opened.close` makes them what they were. ``None``, an absent
+gradient, keeps its row.
 """
 
 from __future__ import annotations
@@ -43,13 +44,18 @@ class Opened(NamedTuple):
     leaves: list[Any]
     """As given; ``None`` for an absent gradient."""
     arrays: list[Any]
-    """The values of each leaf in this process, dense and floating-point; ``None`` for an absent gradient."""
+    """The values of each leaf in this process, dense and floating-point.
+
+    ``None`` for an absent gradient.
+    """
     spec: Any
     """The structure."""
     name: str = "grads"
     in_place: bool = False
     odd: dict[int, Leaf] = {}  # noqa: RUF012 - never changed
-    """The leaves that are not their arrays, by their numbers; and absent ones whose parameters are distributed."""
+    """The leaves that are not their arrays, by their numbers;
+    and absent ones whose parameters are distributed.
+    """
 
     @property
     def backend(self) -> Backend:
@@ -63,11 +69,16 @@ class Opened(NamedTuple):
 
     @property
     def parts(self) -> dict[int, Any]:
-        """The parts of distributed leaves, by their numbers; those of the parameters, where gradients are absent."""
+        """The parts of distributed leaves, by their numbers.
+
+        Those of the parameters, where gradients are absent.
+        """
         return {number: odd.part for number, odd in self.odd.items() if odd.part is not None}
 
     def part(self, number: int) -> Any:
-        """Return the part of a distributed leaf that an array is, ``None`` if it is the whole leaf."""
+        """Return the part of a distributed leaf that an array is,
+        ``None`` if it is the whole leaf.
+        """
         return self.odd[number].part if number in self.odd else None
 
     def is_sparse(self, number: int) -> bool:
@@ -87,13 +98,17 @@ class Opened(NamedTuple):
         return leaves
 
     def find_repeated(self) -> tuple[set[int], set[int]]:
-        """Return the leaves whose memory is that of earlier ones, and those of them that are not written again.
+        """Return the leaves whose memory is that of earlier ones,
+        and those of them that are not written again.
 
-        Copies of others are written: they may have other rows in that memory, or other factors, and get new memory.
+        Copies of others are written: they may have other rows in that memory, or other factors, and
+        get new memory.
         """
         repeated = same_memory(self.backend, self.leaves, self.place)
         copied = {n for n in repeated & self.odd.keys() if self.odd[n].copied}
-        return repeated, repeated - {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
+        return repeated, repeated - {
+            n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])
+        }
 
     def write(self, numbers: Iterable[int]) -> None:
         """Write arrays that were changed in place into those leaves that they are copies of."""
@@ -101,10 +116,14 @@ class Opened(NamedTuple):
             self._put_back(number, self.odd[number].array)
 
     def _put_back(self, number: int, array: Any) -> Any:
-        """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype, but for integers."""
+        """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype,
+        but for integers.
+        """
         odd, leaf, xp = self.odd[number], self.leaves[number], self.backend.xp
         like_it = xp.isdtype(array.dtype, "integral") or not self.is_integral(number)
-        return odd.back(cast(xp, array, leaf.dtype) if like_it and array.dtype == odd.array.dtype else array)
+        return odd.back(
+            cast(xp, array, leaf.dtype) if like_it and array.dtype == odd.array.dtype else array
+        )
 
     def is_integral(self, number: int) -> bool:
         """Whether a leaf holds integers."""
@@ -140,8 +159,9 @@ class Flat(NamedTuple):
 def flatten(tree: Any, name: str = "grads") -> Flat:
     """Return the leaves of any nesting of containers, ``None`` among them, and its structure.
 
-    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were, their
-    subclasses and other mappings as lists and dicts. An iterator or a view of a dict's values becomes a list.
+    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as
+    they were, their subclasses and other mappings as lists and dicts. An iterator or a view of a
+    dict's values becomes a list.
 
     Raises
     ------
@@ -153,7 +173,10 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
     if isinstance(tree, (Iterator, ValuesView)):
         items = list(tree)
         if not items and isinstance(tree, Iterator):
-            msg = f"{name} is an iterator with nothing left in it; pass a list, which can be read twice"
+            msg = (
+                f"{name} is an iterator with nothing left in it; pass a list, which can be read "
+                "twice"
+            )
             raise ValueError(msg)
         tree = items
     leaves, spec = flatten_known(tree)
@@ -162,12 +185,21 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
 
 
 def flatten_known(tree: Any) -> tuple[list[Any], Any]:
-    """Return leaves and structure of a tree; a container of a class that was not met yet is a leaf."""
-    return tree if isinstance(tree, Flat) else optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    """Return leaves and structure of a tree.
+
+    A container of a class that was not met yet is a leaf.
+    """
+    return (
+        tree
+        if isinstance(tree, Flat)
+        else optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    )
 
 
 def _register(node: Any) -> bool:
-    """Whether an object is a container that optree does not open; from now on it opens all of its class."""
+    """Whether an object is a container that optree does not open;
+    from now on it opens all of its class.
+    """
     if _flatten_node(node) is None:
         return False
     with _LOCK:
@@ -179,13 +211,17 @@ def _register(node: Any) -> bool:
 
 
 def _flatten_node(node: Any) -> Any:
-    """Return children, structure and keys of a container that optree does not open; ``None`` for another object."""
+    """Return children, structure and keys of a container that optree does not open.
+
+    ``None`` for another object.
+    """
     if isinstance(node, (Iterator, ValuesView)):  # which may be read once
         return None
     of_library = flatten_registered(node)
     if of_library is not None:
         return of_library
-    if isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
+    # in the order of the class that it stands for: that of a dict is sorted
+    if isinstance(node, Mapping):
         kind = OrderedDict if isinstance(node, OrderedDict) else dict
         keys = tuple(node if kind is OrderedDict else total_order_sorted(node))
         return [node[key] for key in keys], _Container(kind, keys, tuple(node)), keys
@@ -194,7 +230,11 @@ def _flatten_node(node: Any) -> Any:
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = tuple([field.name for field in dataclasses.fields(node)])
         original = ref(node) if hasattr(node, "__dict__") else None
-        return [getattr(node, name) for name in names], _Container(type(node), names, (), original), names
+        return (
+            [getattr(node, name) for name in names],
+            _Container(type(node), names, (), original),
+            names,
+        )
     return None
 
 
@@ -229,14 +269,18 @@ class _Container(NamedTuple):
         return made
 
 
-def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False) -> Opened:
-    """Open a tree of gradients, or of parameters by that name; ``whole`` for a function of each array.
+def open_tree(
+    tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False
+) -> Opened:
+    """Open a tree of gradients, or of parameters by that name.
+
+    ``whole`` for a function of each array.
 
     Raises
     ------
     TypeError
-        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never change or hold
-        integers.
+        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never
+        change or hold integers.
     """
     leaves, spec = flatten_known(tree)
     present = [leaf for leaf in leaves if leaf is not None]
@@ -251,9 +295,13 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
     arrays, odd = leaves, {}
     if numbers:
         with backend.quiet():
-            each = [(n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers]
+            each = [
+                (n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers
+            ]
         odd = {number: leaf for number, leaf in each if leaf is not None}
-        arrays = [odd[number].array if number in odd else leaf for number, leaf in enumerate(leaves)]
+        arrays = [
+            odd[number].array if number in odd else leaf for number, leaf in enumerate(leaves)
+        ]
     if kinds is None:
         with backend.quiet():
             kinds = Kinds(backend, arrays, tuple(odd))
@@ -274,21 +322,31 @@ def _refuse_integers(opened: Opened) -> None:
     """Refuse integers to be changed in place, by a rule of norms."""
     for number in opened.odd:
         if opened.is_integral(number):
-            msg = f"{opened.place(number)} holds integers, which cannot hold what a rule of norms makes of them"
+            msg = (
+                f"{opened.place(number)} holds integers, which cannot hold what a rule of norms "
+                "makes of them"
+            )
             raise TypeError(msg)
 
 
 def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
-    """Return what an odd leaf holds; layers, as float8 in a distributed tensor, are opened one by one."""
+    """Return what an odd leaf holds.
+
+    Layers, as float8 in a distributed tensor, are opened one by one.
+    """
     outer = backend.leaf(leaf, in_place=in_place, whole=whole)
     if outer is None:
         return None
     inner = _open_leaf(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
     if inner is None:
         return outer
-    known = inner._replace(**{name: value for name, value in outer._asdict().items() if value is not None})
+    known = inner._replace(
+        **{name: value for name, value in outer._asdict().items() if value is not None}
+    )
     view = None if outer.copied else inner.view
-    return known._replace(array=inner.array, back=lambda new: outer.back(inner.back(new)), view=view)
+    return known._replace(
+        array=inner.array, back=lambda new: outer.back(inner.back(new)), view=view
+    )
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
@@ -297,7 +355,8 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
     Raises
     ------
     TypeError
-        If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than the first leaf.
+        If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than
+        the first leaf.
     """
     chosen, first = None, 0
 
@@ -323,7 +382,8 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
 
 
 def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]) -> set[int]:
-    """Return the leaves whose memory is that of an earlier leaf, to be asked before any is written in place.
+    """Return the leaves whose memory is that of an earlier leaf,
+    to be asked before any is written in place.
 
     Raises
     ------
@@ -344,8 +404,8 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
         why = reason or ("several of its entries may lie in one place" if repeats else None)
         if why:
             msg = (
-                f"{where(number)}, a {describe(leaves[number])}, cannot be changed in place: {why}; "
-                "use clipped, report = uc.clip(grads, rule), which makes new arrays"
+                f"{where(number)}, a {describe(leaves[number])}, cannot be changed in place: "
+                f"{why}; use clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
         if view is not None and view.size:
@@ -355,8 +415,9 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (
-                f"{where(earlier)} and {where(later)} may overlap in memory, so that some entries would be scaled "
-                "twice; pass arrays that lie in stretches of memory of their own, or use uc.clip"
+                f"{where(earlier)} and {where(later)} may overlap in memory, so that some entries "
+                "would be scaled twice; pass arrays that lie in stretches of memory of their "
+                "own, or use uc.clip"
             )
             raise ValueError(msg)
         again.add(later)
@@ -365,9 +426,9 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
 
 def _no_array(where: str, leaf: object) -> str:
     return (
-        f"{where} is a {describe(leaf)}, not an array of numbers: pass gradients of NumPy, PyTorch, TensorFlow, JAX or "
-        "another array API library (plain numbers as one array, an iterator as a list, an absent "
-        "gradient as None)"
+        f"{where} is a {describe(leaf)}, not an array of numbers: pass gradients of NumPy, "
+        "PyTorch, TensorFlow, JAX or another array API library (plain numbers as one array, an "
+        "iterator as a list, an absent gradient as None)"
     )
 
 
@@ -377,30 +438,40 @@ def _no_array(where: str, leaf: object) -> str:
 def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
-    Where gradients are absent, the parameters say which library's processes are joined, and over which meshes.
+    Where gradients are absent, the parameters say which library's processes are joined, and over
+    which meshes.
     """
     needed, theirs, nothing = "params" in rule.limit.needs, None, not given.kinds.present
     if needed and step.params is None:
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
-    if step.params is not None and (needed or nothing or len(given.kinds.present) < len(given.leaves)):
+    if step.params is not None and (
+        needed or nothing or len(given.kinds.present) < len(given.leaves)
+    ):
         theirs = _put_in_order(open_tree(step.params, "params"), given)
     if nothing and theirs is not None and theirs.kinds.present:
         given = given._replace(kinds=theirs.kinds.without_leaves())
     if theirs is not None and theirs.parts:
-        absent = {n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None}
+        absent = {
+            n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None
+        }
         given = given._replace(odd=dict(sorted((given.odd | absent).items())))
     return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
 
 
 def _put_in_order(theirs: Opened, given: Opened) -> Opened:
-    """Return the parameters in the order of the gradients, by their paths, ``None`` where there is none."""
+    """Return the parameters in the order of the gradients, by their paths,
+    ``None`` where there is none.
+    """
     if theirs.spec == given.spec:
         return theirs
     numbers = {path: number for number, path in enumerate(theirs.paths())}
     order = [numbers.get(path) for path in given.paths()]
 
-    leaves, arrays = ([None if n is None else values[n] for n in order] for values in (theirs.leaves, theirs.arrays))
+    leaves, arrays = (
+        [None if n is None else values[n] for n in order]
+        for values in (theirs.leaves, theirs.arrays)
+    )
     odd = {number: theirs.odd[n] for number, n in enumerate(order) if n in theirs.odd}
     return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, odd=odd)
 
@@ -413,7 +484,8 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     ValueError
         If a gradient has no parameter, or a parameter of another shape.
     TypeError
-        If the parameters belong to another framework, or a gradient stores single entries that have norms of their own.
+        If the parameters belong to another framework, or a gradient stores single entries that have
+        norms of their own.
     """
     present, backend = given.kinds.present, given.backend
     if present and theirs.kinds.present and theirs.backend is not backend:
@@ -424,41 +496,61 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
             msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
         shape, of_gradient = theirs.leaves[number].shape, given.leaves[number].shape
-        if not (shape == of_gradient or same_shape(shape, of_gradient)):  # some are known at run time
-            msg = f"{theirs.place(number)} has shape {tuple(shape)}, {given.place(number)} {tuple(of_gradient)}"
+        # Some are known at run time.
+        if not (shape == of_gradient or same_shape(shape, of_gradient)):
+            msg = (
+                f"{theirs.place(number)} has shape {tuple(shape)}, {given.place(number)} "
+                f"{tuple(of_gradient)}"
+            )
             raise ValueError(msg)
-    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)]
+    arrays = [
+        None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)
+    ]
     parts = theirs.parts
     if rule.scope.axes is not None and (parts or given.parts):
         arrays, parts = _divide_alike(rule, given, theirs, arrays)
     if rule.scope.axes is not None:
         for number in filter(given.is_sparse, given.odd):
             arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
-    odd = {number: Leaf(arrays[number], part=part) for number, part in parts.items() if part is not None}
+    odd = {
+        number: Leaf(arrays[number], part=part)
+        for number, part in parts.items()
+        if part is not None
+    }
     return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", odd=odd)
 
 
 def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
-    """Return a parameter at the rows that its sparse gradient stores, if each row has a norm; else the parameter."""
+    """Return a parameter at the rows that its sparse gradient stores, if each row has a norm;
+    else the parameter.
+    """
     axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
     if axes is None or 0 in axes:
         return array
     if given.odd[number].by_entry:
         msg = (
-            f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would compare them with other "
-            "entries of the parameter; make the gradient dense, or take a norm of whole leaves"
+            f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would "
+            "compare them with other entries of the parameter; make the gradient dense, or take "
+            "a norm of whole leaves"
         )
         raise TypeError(msg)
     return given.backend.xp.take(array, given.odd[number].rows, axis=0)
 
 
-def _divide_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], dict[int, Any]]:
-    """Return the parameters and their parts, divided among processes as the gradients are where norms keep axes."""
+def _divide_alike(
+    rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    """Return the parameters and their parts, divided among processes as the gradients are where
+    norms keep axes.
+    """
     parts = theirs.parts
     for number in given.kinds.present:
         part, leaf = given.part(number), theirs.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
         mine: Any = parts.get(number)
         if (part and part.divided(axes)) != (mine and mine.divided(axes)):
-            arrays[number], parts[number] = mine.gather(leaf) if part is None else part.divide(leaf), part
+            arrays[number], parts[number] = (
+                mine.gather(leaf) if part is None else part.divide(leaf),
+                part,
+            )
     return arrays, parts

@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 MET: dict[type, Backend | None] = {}
-"""The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
+"""The backends of the classes that were met; not functools.lru_cache,
+about which torch.compile warns.
+"""
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -69,8 +71,11 @@ def backend_of(leaf: Any) -> Backend | None:
 
 
 def _find_backend(leaf: Any) -> Backend | None:
-    """Return the backend of a class that is met for the first time, by the libraries of its bases."""
-    if compiling() and isinstance(leaf, sys.modules["torch"].Tensor):  # it can list no bases of a Parameter
+    """Return the backend of a class that is met for the first time,
+    by the libraries of its bases.
+    """
+    # It can list no bases of a Parameter.
+    if compiling() and isinstance(leaf, sys.modules["torch"].Tensor):
         return _torch()
     cls = type(leaf)
     roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
@@ -82,7 +87,10 @@ def _find_backend(leaf: Any) -> Backend | None:
 
 
 def backend_by(thing: Any) -> Backend | None:
-    """Return the backend of the library of anything, such as a process group; ``None`` if it is of no library."""
+    """Return the backend of the library of anything, such as a process group.
+
+    ``None`` if it is of no library.
+    """
     load = None if callable(thing) else _LOADERS.get(type(thing).__module__.partition(".")[0])
     return load() if load else None
 
@@ -99,7 +107,10 @@ def numpy_of(array: Any) -> np.ndarray[Any, Any]:
 
 
 def outlives(arrays: list[Any]) -> bool:
-    """Whether values can be kept after the step; the first says it for all, which are computed from the norms."""
+    """Whether values can be kept after the step.
+
+    The first says it for all, which are computed from the norms.
+    """
     for array in arrays[:1]:  # one of PyTorch's device meta has no values, and stays
         if (backend_of(array) or DEFAULT).traced(array) and not getattr(array, "is_meta", False):
             return False
@@ -107,7 +118,8 @@ def outlives(arrays: list[Any]) -> bool:
 
 
 def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
-    """Return children, structure and keys of a container that only a framework can open; else ``None``.
+    """Return children, structure and keys of a container that only a framework can open;
+    else ``None``.
 
     Classes registered with JAX, such as modules of flax and equinox, are opened by JAX.
     """
@@ -119,7 +131,9 @@ def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | No
 
 
 def compiling() -> bool:
-    """Whether ``torch.compile`` traces the caller, where NumPy's dtypes and modules of builtins cannot be looked up."""
+    """Whether ``torch.compile`` traces the caller,
+    where NumPy's dtypes and modules of builtins cannot be looked up.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
@@ -127,7 +141,8 @@ def compiling() -> bool:
 def _other(leaf: Any) -> Backend | None:
     """Return the backend of an array of any other library, which is slow to find out."""
     known = array_api_compat.is_array_api_obj(leaf) and (
-        hasattr(type(leaf), "__array_namespace__") or not hasattr(leaf, "__array_namespace__")  # not by forwarding
+        # not by forwarding
+        hasattr(type(leaf), "__array_namespace__") or not hasattr(leaf, "__array_namespace__")
     )
     if not known:
         return None

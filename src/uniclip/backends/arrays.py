@@ -20,7 +20,9 @@ View: TypeAlias = np.ndarray[Any, Any]
 
 
 def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] | None) -> Array:
-    """Return a norm's value with the dimensions of the array; that of a whole array fits as it is."""
+    """Return a norm's value with the dimensions of the array;
+    that of a whole array fits as it is.
+    """
     if axes is None:
         return value
     if isinstance(value, NUMPY):
@@ -43,7 +45,9 @@ def surely(backend: Backend, flag: Array) -> bool:
 
 def surely_ordered(backend: Backend, low: Array, high: Array) -> bool:
     """Whether arrays are in order, as far as both can be read."""
-    return not (backend.readable(low) and backend.readable(high)) or bool(backend.xp.all(low <= high))
+    return not (backend.readable(low) and backend.readable(high)) or bool(
+        backend.xp.all(low <= high)
+    )
 
 
 def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
@@ -51,12 +55,16 @@ def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
     if _rank_is_unknown(shape, to):
         return True
     pairs = zip(reversed(tuple(shape)), reversed(tuple(to)), strict=False)
-    return len(shape) <= len(to) and all(m == n or None in (m, n) or (one and m == 1) for m, n in pairs)
+    return len(shape) <= len(to) and all(
+        m == n or None in (m, n) or (one and m == 1) for m, n in pairs
+    )
 
 
 def same_shape(shape: Any, other: Any) -> bool:
     """Whether two shapes are equal as far as they are known."""
-    return _rank_is_unknown(shape, other) or (len(shape) == len(other) and broadcasts(shape, other, one=False))
+    return _rank_is_unknown(shape, other) or (
+        len(shape) == len(other) and broadcasts(shape, other, one=False)
+    )
 
 
 def _rank_is_unknown(*shapes: Any) -> bool:
@@ -74,7 +82,9 @@ def refuse_shape(name: str, array: Any, norms: Any) -> None:
 def overlaps_itself(view: View) -> bool:
     """Whether several entries may share memory, as those of a broadcast array do."""
     end = view.itemsize
-    for stride, n in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
+    for stride, n in sorted(
+        (abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1
+    ):
         if stride < end:
             return view.size > 0
         end += stride * (n - 1)
@@ -82,9 +92,13 @@ def overlaps_itself(view: View) -> bool:
 
 
 def overlapping(views: dict[int, View]) -> Iterator[tuple[int, int]]:
-    """Yield two numbers for each array whose stretch of memory overlaps that of one before: the smaller one first."""
+    """Yield two numbers for each array whose stretch of memory overlaps that of one before:
+    the smaller one first.
+    """
     last, end = 0, 0
-    for start, stop, number in sorted([(*byte_bounds(view), number) for number, view in views.items()]):
+    for start, stop, number in sorted(
+        [(*byte_bounds(view), number) for number, view in views.items()]
+    ):
         if start < end:
             yield min(last, number), max(last, number)
         if stop > end:

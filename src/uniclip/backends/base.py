@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""What the core needs of a framework: an array API namespace, and hooks with defaults written in it.
+"""What the core needs of a framework: an array API namespace,
+and hooks with defaults written in it.
 
 A library that follows the standard overrides nothing. Another one:
 
-- *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who reads them: `mode`,
-  `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded:
-  `detach`, `to_keep`, `quiet`, `allow_float64`, `debug_infs`;
-- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`, `unstack`, `memory`, `write`; and have
-  parts in several processes: `reducer`, `copies`, `rank`;
-- in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`, `reduce_rows`, `cond`.
+- *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who
+  reads them: `mode`, `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
+  `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
+  `debug_infs`;
+- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`, `unstack`,
+  `memory`, `write`; and have parts in several processes: `reducer`, `copies`, `rank`;
+- in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
+  `reduce_rows`, `cond`.
 """
 
 from __future__ import annotations
@@ -31,18 +34,27 @@ Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
 Memory: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
-"""An array at a leaf's place in memory, if that is known, and why the leaf cannot be written, if so."""
+"""An array at a leaf's place in memory, if that is known,
+and why the leaf cannot be written, if so.
+"""
 
 NODES: list[tuple[type, Sequence[str], Callable[[Any, Any], Any]]] = []
-"""Classes of uniclip that pytree libraries open by iterating: the names of the children, and what rebuilds a node."""
+"""Classes of uniclip that pytree libraries open by iterating: the names of the children,
+and what rebuilds a node.
+"""
 PIECE = 2**17
 """How many entries of a large array are processed at a time, to fit a cache."""
 NUMPY = (np.ndarray, np.generic)
 """The classes of NumPy's arrays."""
 HOST, LIBRARY, RECORDED, TRACED = range(4)
-"""The modes of a step: the host reads values at no cost; the library does; it records derivatives; none has any."""
+"""The modes of a step: the host reads values at no cost.
+
+The library does; it records derivatives; none has any.
+"""
 FITS = (1e-24, 3.4e38)
-"""Between smallest normal number / eps² and the largest number a sum of squares in float32 is accurate."""
+"""Between smallest normal number / eps² and the largest number a sum of squares in float32
+is accurate.
+"""
 
 
 class Facts(NamedTuple):
@@ -65,9 +77,13 @@ class Kinds:
         present = [array for array in arrays if array is not None]
         self.backend = backend
         self.odd = odd
-        """The leaves whose array is not the leaf itself: sparse or distributed ones, integers, storage formats."""
+        """The leaves whose array is not the leaf itself: sparse or distributed ones, integers,
+        storage formats.
+        """
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
-        self.dtype = norm_dtype(backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")])
+        self.dtype = norm_dtype(
+            backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
+        )
         """The dtype of their norms: float32, or the widest real one."""
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
@@ -89,24 +105,35 @@ def unchanged(array: Array) -> Array:
 
 
 class Leaf(NamedTuple):
-    """An odd leaf: one that is not itself a dense array of floating-point numbers in this process."""
+    """An odd leaf: one that is not itself a dense array of floating-point numbers in
+    this process.
+    """
 
     array: Array
     """Its numbers as such an array; those of entries that are stored twice are summed."""
     back: Rebuild = unchanged
     """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
     view: Any = None
-    """The leaf's own memory, if it has some: the array, or entries that are not summed, which one number multiplies."""
+    """The leaf's own memory, if it has some: the array, or entries that are not summed,
+    which one number multiplies.
+    """
     rows: Any = None
-    """Which rows of a sparse leaf the array holds, a vector; ``()`` if it holds single entries, ``None`` if all."""
+    """Which rows of a sparse leaf the array holds, a vector.
+
+    ``()`` if it holds single entries, ``None`` if all.
+    """
     shape: Any = None
     """The lengths of the leaf, numbers or arrays, if it does not tell them."""
     part: Any = None
-    """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.torch.dtensor.Part`."""
+    """Which part of a distributed leaf it is, with the attributes
+    of `uniclip.backends.torch.dtensor.Part`.
+    """
 
     @property
     def copied(self) -> bool:
-        """Whether the array is not the leaf's own memory, so that what changes it in place is written back."""
+        """Whether the array is not the leaf's own memory,
+        so that what changes it in place is written back.
+        """
         return self.view is not self.array
 
     @property
@@ -134,8 +161,13 @@ _FLOAT32_LEAST = 1e-37
 
 
 def numbers_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
-    """Return norm, limit and factor, rounded to float32 before they are used; ``None`` if one is out of its range."""
-    if not (norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX) or not (limit == 0 or limit > _FLOAT32_LEAST):
+    """Return norm, limit and factor, rounded to float32 before they are used.
+
+    ``None`` if one is out of its range.
+    """
+    if not (norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX) or not (
+        limit == 0 or limit > _FLOAT32_LEAST
+    ):
         return None
     norm, limit = float(np.float32(norm)), float(np.float32(min(limit, FLOAT32_MAX)))
     if norm <= limit:
@@ -145,7 +177,9 @@ def numbers_in_lane(norm: float, limit: float) -> tuple[float, float, float] | N
 
 
 class Terms(NamedTuple):
-    """The arrays whose powers a step adds up: those of one norm are in a row, and so are the norms of one block."""
+    """The arrays whose powers a step adds up: those of one norm are in a row,
+    and so are the norms of one block.
+    """
 
     arrays: list[Array]
     counts: list[int]
@@ -168,8 +202,13 @@ class Terms(NamedTuple):
 
     def each(self) -> Iterable[tuple[Array, float, Axes, Any]]:
         """Return what `power_sum` takes for each array."""
-        axes, units = ([None] * len(self.arrays) if given is None else given for given in (self.axes, self.units))
-        return [(array, self.p, *pair) for array, *pair in zip(self.arrays, axes, units, strict=True)]
+        axes, units = (
+            [None] * len(self.arrays) if given is None else given
+            for given in (self.axes, self.units)
+        )
+        return [
+            (array, self.p, *pair) for array, *pair in zip(self.arrays, axes, units, strict=True)
+        ]
 
     def in_blocks(self, rows: Any) -> list[Any]:
         """Return the rows of all norms as those of each block."""
@@ -212,48 +251,73 @@ class Backend:
     # What a leaf holds.
 
     def kinds(self, leaves: list[Any]) -> Any:
-        """Return a key that is equal for leaves of equal kinds, ``None`` for no key; ``None`` is a kind, too."""
-        return tuple([None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None))) for leaf in leaves])
+        """Return a key that is equal for leaves of equal kinds, ``None`` for no key;
+        ``None`` is a kind, too.
+        """
+        return tuple(
+            [
+                None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None)))
+                for leaf in leaves
+            ]
+        )
 
     def is_array(self, leaf: Any) -> bool:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return not self.xp.isdtype(leaf.dtype, "bool")
 
     def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
-        """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead; else ``None``."""
+        """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead;
+        else ``None``.
+        """
         return None
 
     def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
-        """Return what an odd leaf holds, whose array may be an odd leaf again; ``None`` for other leaves.
+        """Return what an odd leaf holds, whose array may be an odd leaf again.
 
-        Odd leaves have keys of their own in `kinds`. If ``whole``, for a function of each array, integers and
-        distributed arrays are not odd, but for partial sums.
+        ``None`` for other leaves.
+
+        Odd leaves have keys of their own in `kinds`. If ``whole``, for a function of each array,
+        integers and distributed arrays are not odd, but for partial sums.
         """
         if whole or not self.xp.isdtype(leaf.dtype, "integral"):
             return None
-        return Leaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))  # in the framework's default dtype
+        # in the framework's default dtype
+        return Leaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))
 
     # Where arrays are, and whether they have values.
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
-        """Return the mode of a step on leaves of these kinds; ``beside`` is a tree of all else that comes in."""
+        """Return the mode of a step on leaves of these kinds.
+
+        ``beside`` is a tree of all else that comes in.
+        """
         traced = kinds.traced or any([self.traced(array) for array in optree.tree_leaves(beside)])
         return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
 
     def facts(self, arrays: list[Array]) -> Facts:
-        """Return the facts about the values of arrays, which do not change while their kinds are the same."""
-        return Facts(any(map(self.traced, arrays)), all(map(self.readable, arrays)), True, self._has_float64)
+        """Return the facts about the values of arrays,
+        which do not change while their kinds are the same.
+        """
+        return Facts(
+            any(map(self.traced, arrays)), all(map(self.readable, arrays)), True, self._has_float64
+        )
 
     def traced(self, array: Array) -> bool:
-        """Whether the array has no value yet: it is a tracer in code that is compiled or transformed."""
+        """Whether the array has no value yet: it is a tracer in code that is compiled
+        or transformed.
+        """
         return False
 
     def readable(self, array: Array) -> bool:
-        """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
+        """Whether Python can branch on the array's value at no cost (not traced, lazy or on
+        a device).
+        """
         return False
 
     def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
-        """Return a NumPy array of the same values, ``None`` if they are not readable or a derivative is recorded."""
+        """Return a NumPy array of the same values, ``None`` if they are not readable or a
+        derivative is recorded.
+        """
         return None
 
     def device(self, array: Array) -> Any:
@@ -273,7 +337,9 @@ class Backend:
         return array
 
     def detach(self, array: Array) -> Array:
-        """Return an array to keep, detached from its computation, where a library without a file can do that."""
+        """Return an array to keep, detached from its computation,
+        where a library without a file can do that.
+        """
         return self.xp.stop_gradient(array) if hasattr(self.xp, "stop_gradient") else array
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
@@ -281,7 +347,9 @@ class Backend:
         return list(map(self.detach, arrays))
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        """Silence NumPy's floating-point warnings, and create arrays on the device of the first gradient."""
+        """Silence NumPy's floating-point warnings, and create arrays on the device of the
+        first gradient.
+        """
         return np.errstate(all="ignore")
 
     def allow_float64(self) -> AbstractContextManager[Any]:
@@ -295,22 +363,27 @@ class Backend:
     def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
 
-        It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For all else it returns
-        ``None``, before anything is written, and the caller goes the general way.
+        It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For
+        all else it returns ``None``, before anything is written, and the caller goes the general
+        way.
         """
         return None
 
     # Sums and products, for speed and memory.
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
-        """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each norm, one array ``(k, *kept)`` for each block.
+        """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each norm,
+        one array ``(k, *kept)`` for each block.
 
-        In float64 if it can be; NumPy's in the mode `HOST`, where a sum of float64 entries is 0 only if all are.
+        In float64 if it can be; NumPy's in the mode `HOST`, where a sum of float64 entries is 0
+        only if all are.
         """
         return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
-        """Split a large array into vectors, in any order of its entries; ``None`` if it is measured as a whole.
+        """Split a large array into vectors, in any order of its entries.
+
+        ``None`` if it is measured as a whole.
 
         This avoids a wide copy of all of it.
         """
@@ -319,22 +392,33 @@ class Backend:
         flat = self.xp.reshape(array, (-1,))
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
         """Return each array multiplied by its factor, in its own dtype.
 
-        The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast against their array.
-        With ``zero`` the product by 0 is 0, also that of NaN and ∞. A single factor of 1 may do nothing.
+        The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast
+        against their array. With ``zero`` the product by 0 is 0, also that of NaN and ∞. A single
+        factor of 1 may do nothing.
         """
         if in_place:
             for array, factor in zip(arrays, factors, strict=True):
-                self.write(array, lambda x, f: times(self.xp, x, f, zero), operand(self, array, factor))
+                self.write(
+                    array, lambda x, f: times(self.xp, x, f, zero), operand(self, array, factor)
+                )
             return arrays
-        return [times(self.xp, a, operand(self, a, f), zero) for a, f in zip(arrays, factors, strict=True)]
+        return [
+            times(self.xp, a, operand(self, a, f), zero)
+            for a, f in zip(arrays, factors, strict=True)
+        ]
 
     # Arrays that are changed in place; by default they never are.
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
-        """Return the memory of each leaf; ``None`` if a quick check shows that all can be written, and share none."""
+        """Return the memory of each leaf.
+
+        ``None`` if a quick check shows that all can be written, and share none.
+        """
         return [(None, "arrays of this kind never change")] * len(leaves)
 
     def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
@@ -344,10 +428,13 @@ class Backend:
         """
         raise NotImplementedError
 
-    # Arrays of which several processes or devices hold parts; by default they lie in one process, on one device.
+    # Arrays of which several processes or devices hold parts; by default they lie in one process,
+    # on one device.
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
-        """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
+        """Return a function that reduces over the parts of a tree,
+        ``None`` if ``all_reduce`` is not of these kinds.
+        """
         return None
 
     def copies(
@@ -357,7 +444,9 @@ class Backend:
         shared: list[bool] | None,
         place: Callable[[int], str],
     ) -> list[int] | None:
-        """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
+        """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell;
+        ``None`` for one.
+        """
         return None
 
     def rank(self) -> int:
@@ -367,27 +456,42 @@ class Backend:
     # For code that is compiled.
 
     def stacks(self, array: Array | None) -> bool:
-        """Whether norms along axes of an array are stacked; for ``None`` whether any norms are, in compiled code."""
+        """Whether norms along axes of an array are stacked; for ``None`` whether any norms are,
+        in compiled code.
+        """
         return True
 
-    def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
-        """Return a function of arrays whose derivatives are those of ``guarded``, and its values of either function.
+    def fast_values(
+        self, plain: Callable[..., Array], guarded: Callable[..., Array]
+    ) -> Callable[..., Array]:
+        """Return a function of arrays whose derivatives are those of ``guarded``,
+        and its values of either function.
 
         Both take the namespace first. Guards against 0 make compilers compile twice as much.
         """
         return partial(guarded, self.xp)
 
     def reduce_rows(self, rows: Array, op: Op) -> Array:
-        """Return the sum or the maximum of the rows of an array, which a compiler makes once for all of its users."""
+        """Return the sum or the maximum of the rows of an array,
+        which a compiler makes once for all of its users.
+        """
         return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
 
     def unstack(self, array: Array) -> list[Array]:
         """Return the rows of an array, by a single operation where there is one."""
         unstack = getattr(self.xp, "unstack", None)
-        return [array[row, ...] for row in range(array.shape[0])] if unstack is None else list(unstack(array))
+        return (
+            [array[row, ...] for row in range(array.shape[0])]
+            if unstack is None
+            else list(unstack(array))
+        )
 
-    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
-        """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true, else ``rare()``."""
+    def cond(
+        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
+    ) -> list[Array]:
+        """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true,
+        else ``rare()``.
+        """
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
 
@@ -397,7 +501,8 @@ def stack_terms(backend: Backend, sums: list[Array], terms: Terms) -> list[Array
     if len(rows) > len(terms.counts):
         groups = in_groups(rows, terms.counts)
         rows = [
-            group[0] if len(group) == 1 else backend.reduce_rows(stack_arrays(backend, group), op) for group in groups
+            group[0] if len(group) == 1 else backend.reduce_rows(stack_arrays(backend, group), op)
+            for group in groups
         ]
     return [stack_arrays(backend, group) for group in terms.in_blocks(rows)]
 
@@ -419,7 +524,9 @@ def op_of(p: float) -> Op:
 
 
 def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
-    """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
+    """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array,
+    large ones piece by piece.
+    """
 
     def of(piece: Array, unit: Any) -> Array:
         return _powers(backend, piece if unit is None else _modulus(backend, piece, unit), p, axes)
@@ -451,14 +558,20 @@ def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
         parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
         floats = [_wide(backend, part) for part in parts]
         return xp.sum(reduce(lambda a, b: a + b, [part * part for part in floats]), axis=axes)
-    size = _modulus(backend, x) if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating") else xp.abs(x)
+    size = (
+        _modulus(backend, x)
+        if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating")
+        else xp.abs(x)
+    )
     if p == math.inf:
         return _wide(backend, largest(xp, size, axes))
     return xp.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axis=axes)
 
 
 def _modulus(backend: Backend, x: Array, unit: Any = None) -> Array:
-    """Return ``|x/unit|`` in the precision in which it is added, of complex numbers without a square out of range."""
+    """Return ``|x/unit|`` in the precision in which it is added,
+    of complex numbers without a square out of range.
+    """
     xp = backend.xp
     parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
     sizes = [xp.abs(_wide(backend, part)) for part in parts]
@@ -471,7 +584,9 @@ def _modulus(backend: Backend, x: Array, unit: Any = None) -> Array:
 
 
 def _wide(backend: Backend, array: Array) -> Array:
-    """Return real numbers in the precision in which they are added: float64 if the library has it."""
+    """Return real numbers in the precision in which they are added:
+    float64 if the library has it.
+    """
     xp = backend.xp
     dtype = xp.result_type(array.dtype, xp.float64 if backend.facts([array]).double else xp.float32)
     return cast(xp, array, dtype)
@@ -485,11 +600,15 @@ def operand(backend: Backend, array: Array, factor: Any) -> Array:
     return cast(xp, backend.to_device_of(array, factor), xp.result_type(array.dtype, xp.float32))
 
 
-def sum_long_squares(backend: Backend, terms: Terms, short: Callable[[Array], Array | None]) -> list[Array]:
-    """Return ``Σ|x|²`` of each array in float64, of long ones by float32 sums where these are accurate.
+def sum_long_squares(
+    backend: Backend, terms: Terms, short: Callable[[Array], Array | None]
+) -> list[Array]:
+    """Return ``Σ|x|²`` of each array in float64,
+    of long ones by float32 sums where these are accurate.
 
-    ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
-    whose rare branch measures its long arrays again, unless those of each sum of 0 are zeros.
+    ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has
+    one conditional, whose rare branch measures its long arrays again, unless those of each sum of 0
+    are zeros.
     """
     xp, (low, high), arrays = backend.xp, FITS, terms.arrays
     sums_of_arrays = [short(array) if axes is None else None for array, _, axes, _ in terms.each()]
@@ -514,21 +633,29 @@ def sum_long_squares(backend: Backend, terms: Terms, short: Callable[[Array], Ar
             return [power_sum(backend, arrays[number], 2, None) for number in repeated]
 
         def rare(
-            groups: list[Sequence[int]] = groups, fits: list[Array] = fits, usual: Any = usual, again: Any = again
+            groups: list[Sequence[int]] = groups,
+            fits: list[Array] = fits,
+            usual: Any = usual,
+            again: Any = again,
         ) -> list[Array]:
             sizes = [
-                [xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long] for group in groups
+                [xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long]
+                for group in groups
             ]  # of zeros 0
             zero = [xp.equal(_combine(backend, each, "sum"), 0) for each in sizes]
             return backend.cond(reduce(and_, map(or_, fits, zero)), usual, again)
 
-        for number, total in zip(repeated, backend.cond(reduce(and_, fits), usual, rare), strict=True):
+        for number, total in zip(
+            repeated, backend.cond(reduce(and_, fits), usual, rare), strict=True
+        ):
             sums_of_arrays[number] = total
     return sums_of_arrays
 
 
 @contextmanager
-def enter_both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def enter_both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Iterator[None]:
     """Enter two contexts."""
     with first, second:
         yield
@@ -536,7 +663,9 @@ def enter_both(first: AbstractContextManager[Any], second: AbstractContextManage
 
 def in_groups(values: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[Any]]:
     """Return consecutive values as groups."""
-    return [values[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    return [
+        values[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)
+    ]
 
 
 def cast(xp: Any, array: Array, dtype: Any) -> Array:
@@ -546,7 +675,9 @@ def cast(xp: Any, array: Array, dtype: Any) -> Array:
 
 def real_dtype(xp: Any, dtype: Any) -> Any:
     """Return the real dtype of the same precision."""
-    return xp.abs(xp.zeros((), dtype=dtype)).dtype if xp.isdtype(dtype, "complex floating") else dtype
+    return (
+        xp.abs(xp.zeros((), dtype=dtype)).dtype if xp.isdtype(dtype, "complex floating") else dtype
+    )
 
 
 def norm_dtype(xp: Any, arrays: list[Array]) -> Any:
@@ -563,7 +694,9 @@ def sum_dtype(xp: Any, dtype: Any) -> Any:
 
 
 def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:
-    """Return ``array · factor`` in the array's dtype; with ``zero`` the factor 0 makes 0 of NaN and ∞, too."""
+    """Return ``array · factor`` in the array's dtype;
+    with ``zero`` the factor 0 makes 0 of NaN and ∞, too.
+    """
     wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
     if zero:
         wide = xp.where(xp.equal(factor, 0.0), xp.zeros_like(wide), wide)
@@ -575,7 +708,9 @@ def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:
 
 def same(factors: Sequence[Any]) -> bool:
     """Whether all factors are one 0-d array."""
-    return getattr(factors[0], "shape", None) == () and all([factor is factors[0] for factor in factors])
+    return getattr(factors[0], "shape", None) == () and all(
+        [factor is factors[0] for factor in factors]
+    )
 
 
 def finite_or_zero(xp: Any, array: Array) -> Array:
@@ -593,10 +728,12 @@ def largest(xp: Any, size: Array, axes: Axes) -> Array:
     """Return the largest modulus over ``axes``, 0 over no entries."""
     if axes == ():
         return size
-    if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:  # a shape of unknown rank cannot be searched
+    # A shape of unknown rank cannot be searched.
+    if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:
         return xp.sum(size, axis=axes)
     top = xp.max(size, axis=axes)
-    return xp.where(top < 0, xp.zeros_like(top), top)  # -∞: a shape known only at run time was empty
+    # -∞: a shape known only at run time was empty
+    return xp.where(top < 0, xp.zeros_like(top), top)
 
 
 def _power(xp: Any, size: Array, p: float) -> Array:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""JAX arrays, tracers and BCOO matrices; sharded arrays, and the named axes of ``shard_map``, ``pmap`` and ``vmap``.
+"""JAX arrays, tracers and BCOO matrices.
 
-In ``jax.shard_map`` the type of an array tells along which axes it varies from device to device; along others it is the
-same on all devices. With ``check_vma=False``, in ``jax.pmap`` and in ``jax.vmap`` types tell nothing.
+Sharded arrays, and the named axes of ``shard_map``, ``pmap`` and ``vmap``.
+
+In ``jax.shard_map`` the type of an array tells along which axes it varies from device to device;
+along others it is the same on all devices. With ``check_vma=False``, in ``jax.pmap`` and in
+``jax.vmap`` types tell nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +63,11 @@ def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
 
 def await_shared(array: Array) -> Array:
     """Return an array, computed if it is shared by CPU processes."""
-    if not isinstance(array, jax.core.Tracer) and not array.is_fully_addressable and not on_device(array):
+    if (
+        not isinstance(array, jax.core.Tracer)
+        and not array.is_fully_addressable
+        and not on_device(array)
+    ):
         array.block_until_ready()
     return array
 
@@ -71,7 +78,9 @@ def on_device(array: Array) -> bool:
 
 
 def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    """Return the maximum or minimum, NaN if there is one; that of XLA drops NaN in sharded arrays."""
+    """Return the maximum or minimum, NaN if there is one;
+    that of XLA drops NaN in sharded arrays.
+    """
 
     def extreme(x: Array, /, axis: Any = None, **options: Any) -> Array:
         extremum = reduce(x, axis, **options)
@@ -103,7 +112,8 @@ namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _c
 
 @partial(jax.jit, inline=True)
 def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
-    """Return a matrix of as many entries, in which those of one index are summed in float32 or wider, padding as 0.
+    """Return a matrix of as many entries, in which those of one index are summed in float32 or
+    wider, padding as 0.
 
     The index of padding is beyond the shape.
     """
@@ -114,7 +124,10 @@ def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
     return sparse.BCOO((data, leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
 
 
-_FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
+_FLOATS = {
+    jnp.dtype(name)
+    for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+}
 
 
 _DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
@@ -128,11 +141,15 @@ _TOGETHER = 256
 
 
 def _can_share_a_call(arrays: list[Array]) -> bool:
-    """Whether one call can be compiled for the arrays, outside of code that is already being compiled."""
+    """Whether one call can be compiled for the arrays,
+    outside of code that is already being compiled.
+    """
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return False
     first = arrays[0].sharding
-    return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
+    return all(
+        array.sharding is first or array.sharding.device_set == first.device_set for array in arrays
+    )
 
 
 def _float64_is_whole() -> bool:
@@ -152,15 +169,25 @@ _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 @_compiled
 def _squares(arrays: list[Array]) -> Array:
     """Return the sum of squares of each array, in its precision."""
-    return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.result_type(jnp.float32, array.dtype)))) for array in arrays])
+    return jnp.stack(
+        [
+            jnp.sum(jnp.square(array.astype(jnp.result_type(jnp.float32, array.dtype))))
+            for array in arrays
+        ]
+    )
 
 
 def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, Any]:
-    """Return the sums of squares of groups of arrays that the host reads: many or long ones by one compiled call."""
-    short = few(arrays, sum([array.size for array in arrays])) or any([array.dtype not in _SINGLE for array in arrays])
+    """Return the sums of squares of groups of arrays that the host reads:
+    many or long ones by one compiled call.
+    """
+    short = few(arrays, sum([array.size for array in arrays])) or any(
+        [array.dtype not in _SINGLE for array in arrays]
+    )
     starts = range(0, len(arrays), _TOGETHER) if not short and _can_share_a_call(arrays) else ()
     parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
-    if not parts or isinstance(parts[0], jax.core.Tracer):  # constants in code that is being compiled
+    # Constants in code that is being compiled.
+    if not parts or isinstance(parts[0], jax.core.Tracer):
         return squares(list(map(np.asarray, arrays)), lengths)
     totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
     odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
@@ -192,7 +219,9 @@ Names = tuple[Any, ...]
 def names_of(all_reduce: Any) -> Names | None:
     """Return the axes with a name, ``None`` if there is none."""
     names = (all_reduce,) if isinstance(all_reduce, str) else all_reduce
-    fits = isinstance(names, tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
+    fits = (
+        isinstance(names, tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
+    )
     return names if fits else None
 
 
@@ -204,15 +233,20 @@ def varying(array: Array) -> frozenset[Any]:
     return frozenset(names)
 
 
-def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]) -> list[int]:
-    """Return how many devices along the axes hold each array; refuse arrays for which it is unknown.
+def _copies(
+    arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]
+) -> list[int]:
+    """Return how many devices along the axes hold each array.
+
+    Refuse arrays for which it is unknown.
 
     Raises
     ------
     ValueError
         If there is no such axis here.
     ValueError
-        If an array varies along an axis without a name, or neither types nor ``shared`` tell which leaves are copies.
+        If an array varies along an axis without a name, or neither types nor ``shared`` tell which
+        leaves are copies.
     """
     sizes = {name: _axis_size(name) for name in names}
     unknown = [name for name in names if not _is_typed(name)]
@@ -226,7 +260,11 @@ def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pl
         more = sorted(str(name) for name in axes.difference(names) if _axis_size(name) > 1)
         if more:
             raise ValueError(_unnamed(names, more, place(number)))
-        return math.prod(size for name, size in sizes.items() if copy or (name not in axes and name not in unknown))
+        return math.prod(
+            size
+            for name, size in sizes.items()
+            if copy or (name not in axes and name not in unknown)
+        )
 
     return [count(*arguments) for arguments in zip(range(len(arrays)), arrays, shared, strict=True)]
 
@@ -237,24 +275,28 @@ def _axis_size(name: Any) -> int:
         size: int = jax.lax.psum(1, name)
     except NameError as error:
         msg = (
-            f"all_reduce names the axis {name!r}, and there is none here: call it inside of jax.shard_map or "
-            "jax.pmap, with that axis; under jax.jit, where arrays are whole, leave all_reduce out"
+            f"all_reduce names the axis {name!r}, and there is none here: call it inside of "
+            "jax.shard_map or jax.pmap, with that axis; under jax.jit, where arrays are whole, "
+            "leave all_reduce out"
         )
         raise ValueError(msg) from error
     return size
 
 
 def _is_typed(name: Any) -> bool:
-    """Whether types tell what varies along an axis: if so, the number of a device along it surely varies."""
+    """Whether types tell what varies along an axis: if so,
+    the number of a device along it surely varies.
+    """
     return name in varying(jax.lax.axis_index(name))
 
 
 def _untold(name: Any, place: Callable[[int], str]) -> str:
     return (
-        f"all_reduce={name!r}: in jax.pmap, and in jax.shard_map with check_vma=False, it cannot be known whether "
-        f"{place(0)}, for one, is a part of the gradient or the same on each device of the axis: pass "
-        "shared=lambda path, leaf: False if all leaves are parts, else a function that returns True for the others "
-        "(or leave out check_vma=False); to_optax calls all_reduce axis_name"
+        f"all_reduce={name!r}: in jax.pmap, and in jax.shard_map with check_vma=False, it cannot "
+        f"be known whether {place(0)}, for one, is a part of the gradient or the same on each "
+        "device of the axis: pass shared=lambda path, leaf: False if all leaves are parts, else "
+        "a function that returns True for the others (or leave out check_vma=False); to_optax "
+        "calls all_reduce axis_name"
     )
 
 
@@ -262,16 +304,18 @@ def _unnamed(names: Names, more: list[str], where: str) -> str:
     given = repr(names if len(names) > 1 else names[0]) if names else None
     every = (*names, *more)
     return (
-        f"all_reduce={given}, but {where} varies along the axis {more[0]!r} of jax.shard_map: pass "
-        f"all_reduce={every if len(every) > 1 else every[0]!r} if each device holds a part of it; add the "
-        "gradients first, by jax.lax.psum or pmean, if they are to be added; and if each device clips its own, pass a "
-        "function of (array, op), such as lambda array, op: array, that joins them along no more axes; "
-        "to_optax calls all_reduce axis_name"
+        f"all_reduce={given}, but {where} varies along the axis {more[0]!r} of jax.shard_map: "
+        f"pass all_reduce={every if len(every) > 1 else every[0]!r} if each device holds a part "
+        "of it; add the gradients first, by jax.lax.psum or pmean, if they are to be added; and "
+        "if each device clips its own, pass a function of (array, op), such as lambda array, op: "
+        "array, that joins them along no more axes; to_optax calls all_reduce axis_name"
     )
 
 
 def _reduce_over_axes(names: Names, array: Array, op: str) -> Array:
-    """Return the sum or the maximum over devices; a value that is the same on n devices counts n times.
+    """Return the sum or the maximum over devices.
+
+    A value that is the same on n devices counts n times.
 
     All values are taken as ones that vary along all axes, so that XLA makes one reduction of many.
     """
@@ -302,7 +346,9 @@ _largest.defjvp(_slope)
 
 
 class _Structure:
-    """What a node holds beside its children, equal to that of another one if JAX can tell: it may hold arrays."""
+    """What a node holds beside its children, equal to that of another one if JAX can tell:
+    it may hold arrays.
+    """
 
     def __init__(self, treedef: Any) -> None:
         self._treedef = treedef
@@ -319,7 +365,10 @@ class _Structure:
 
 
 def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
-    """Return children, structure and keys of a node of a registered class; ``None`` for another object."""
+    """Return children, structure and keys of a node of a registered class.
+
+    ``None`` for another object.
+    """
     tree_util = jax.tree_util
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     if treedef == tree_util.tree_structure(0):
@@ -332,12 +381,18 @@ def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | No
 
 def _key(entry: Any) -> Any:
     """Return the key, index or name in an entry of a JAX path; it may be one itself."""
-    return next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry)
+    return next(
+        (getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry
+    )
 
 
 @cache
-def _fast_values(plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a function with the values of one function and the derivatives of another, traced once for all calls."""
+def _fast_values(
+    plain: Callable[..., Array], guarded: Callable[..., Array]
+) -> Callable[..., Array]:
+    """Return a function with the values of one function and the derivatives of another,
+    traced once for all calls.
+    """
     function = jax.custom_jvp(partial(plain, namespace))
 
     def slope(primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -351,34 +406,46 @@ def _fast_values(plain: Callable[..., Array], guarded: Callable[..., Array]) -> 
 def _unstack(array: Array) -> tuple[Array, ...]:
     """Return the rows of a vector by one reduction that has a result for each.
 
-    XLA compiles a product with a slice twenty times as long as one with a result of its own, and makes anew in each
-    product what the slice is of. The row of zeros, added, is what makes it a reduction.
+    XLA compiles a product with a slice twenty times as long as one with a result of its own, and
+    makes anew in each product what the slice is of. The row of zeros, added, is what makes it a
+    reduction.
     """
     two = jax.lax.optimization_barrier(jnp.stack([array, jnp.zeros_like(array)]))
-    rows = tuple([two[:, row] for row in range(array.shape[0])]) if array.shape[0] > 1 else (two[:, 0],) * 2
+    rows = (
+        tuple([two[:, row] for row in range(array.shape[0])])
+        if array.shape[0] > 1
+        else (two[:, 0],) * 2
+    )
     zero = np.zeros((), array.dtype)
     each = jax.lax.reduce(rows, (zero,) * len(rows), lambda a, b: tuple(map(add, a, b)), (0,))
     return tuple(each[: array.shape[0]])
 
 
 @_unstack.defjvp  # type: ignore[untyped-decorator]
-def _slopes(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _slopes(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     return _unstack(*primals), tuple(tangents[0])
 
 
 class _JAX(Backend):
     opens_nodes = True
-    joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
+    joins_by = (
+        "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of "
+        "(array, op)"
+    )
 
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
     def facts(self, arrays: list[Array]) -> Facts:
-        return super().facts(arrays)._replace(records=False, double=_float64_is_whole())  # derivatives are traced
+        # Derivatives are traced.
+        return super().facts(arrays)._replace(records=False, double=_float64_is_whole())
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         mode = super().mode(kinds, beside)
-        # In compiled code what is made of constants is a tracer too, as the sums of a sparse leaf's entries are.
+        # In compiled code what is made of constants is a tracer too, as the sums of a sparse leaf's
+        # entries are.
         return TRACED if kinds.odd and self.traced(jnp.zeros(())) else mode
 
     def allow_float64(self) -> AbstractContextManager[Any]:
@@ -391,7 +458,11 @@ class _JAX(Backend):
         if array is None or self.traced(array):
             return None
         sharding = array.sharding
-        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+        return (
+            NamedSharding(sharding.mesh, PartitionSpec())
+            if isinstance(sharding, NamedSharding)
+            else sharding
+        )
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         single = isinstance(device, SingleDeviceSharding) and device.device_set == {_first_device()}
@@ -405,14 +476,17 @@ class _JAX(Backend):
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         if all(map(self.readable, arrays)):
-            return list(map(np.asarray, arrays))  # device_get takes longer for each array than reading it
+            # device_get takes longer for each array than reading it
+            return list(map(np.asarray, arrays))
         return list(map(np.asarray, jax.device_get(arrays)))
 
     def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
-        if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):  # BCOO is none
+        # BCOO is none.
+        if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):
             return None
-        if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):  # which no tracer is
+        # which no tracer is
+        if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):
             return None
 
         def scale(factor: float) -> list[Array]:
@@ -422,7 +496,8 @@ class _JAX(Backend):
         return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
-        return _copy(arrays) if _can_share_a_call(arrays) else list(map(jnp.copy, arrays))  # they may be donated later
+        # They may be donated later.
+        return _copy(arrays) if _can_share_a_call(arrays) else list(map(jnp.copy, arrays))
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
@@ -434,7 +509,9 @@ class _JAX(Backend):
         return super().sums(mode, terms)
 
     def _short(self, array: Array) -> Array | None:
-        """Return the float32 sum of squares of a long array: XLA's loop for float64 takes up to twice as long."""
+        """Return the float32 sum of squares of a long array:
+        XLA's loop for float64 takes up to twice as long.
+        """
         long = (
             all([type(n) is int for n in array.shape])
             and array.size > _LONG
@@ -447,29 +524,46 @@ class _JAX(Backend):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return None  # a compiler makes no copy
 
-    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
         numbers = not any([hasattr(factor, "shape") for factor in factors])
         if same(factors) and self.traced(factors[0]):
-            # Compiled, donated gradients are not written again where ok is true; a conditional copies them.
-            ok, new = jnp.equal(factors[0], 1), super().scale(arrays, factors, in_place=False, zero=zero)
+            # Compiled, donated gradients are not written again where ok is true; a conditional
+            # copies them.
+            ok, new = (
+                jnp.equal(factors[0], 1),
+                super().scale(arrays, factors, in_place=False, zero=zero),
+            )
             return [jnp.where(ok, *pair) for pair in zip(arrays, new, strict=True)]
         if in_place or (zero and not (numbers and all(factors))) or not _can_share_a_call(arrays):
             return super().scale(arrays, factors, in_place=in_place, zero=zero)
         if numbers:
-            by: Any = np.asarray(factors, np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32)
+            by: Any = np.asarray(
+                factors,
+                np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32,
+            )
         else:
             by = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
             if not _can_share_a_call(by) or any([jnp.iscomplexobj(array) for array in arrays]):
                 return super().scale(arrays, by, in_place=False, zero=zero)
         ends = range(0, len(arrays), _TOGETHER)
-        return [new for i in ends for new in _scale_all(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
+        return [
+            new
+            for i in ends
+            for new in _scale_all(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])
+        ]
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
         names = names_of(all_reduce)
         return None if names is None else partial(_reduce_over_axes, names)
 
     def copies(
-        self, arrays: list[Array], all_reduce: Any, shared: list[bool] | None, place: Callable[[int], str]
+        self,
+        arrays: list[Array],
+        all_reduce: Any,
+        shared: list[bool] | None,
+        place: Callable[[int], str],
     ) -> list[int] | None:
         names = () if all_reduce is None else names_of(all_reduce)
         counts = [] if names is None else _copies(arrays, names, shared, place)
@@ -480,17 +574,26 @@ class _JAX(Backend):
 
     def stacks(self, array: Array | None) -> bool:
         # To be stacked, those that are sharded would be gathered.
-        return array is not None and not self.traced(array) and bool(array.sharding.is_fully_replicated)
+        return (
+            array is not None
+            and not self.traced(array)
+            and bool(array.sharding.is_fully_replicated)
+        )
 
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
             return False
         # A format of exponents alone has neither zero nor negative numbers.
-        return leaf.dtype in _FLOATS or (jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu")
+        return leaf.dtype in _FLOATS or (
+            jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu"
+        )
 
     def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
         if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
-            return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
+            return (
+                "of the sparse kinds only BCOO is taken, because it can be summed where an index "
+                "occurs twice"
+            )
         return None
 
     def debug_infs(self) -> bool:
@@ -502,46 +605,71 @@ class _JAX(Backend):
     def readable(self, array: Array) -> bool:
         if self.traced(array) or on_device(array):
             return False
-        return bool(array.is_fully_addressable or array.is_fully_replicated)  # of which each process has a copy
+        # of which each process has a copy
+        return bool(array.is_fully_addressable or array.is_fully_replicated)
 
     def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
-        if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX does not promote
+        # which JAX does not promote
+        if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):
             return Leaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
             return super().leaf(leaf, in_place=in_place, whole=whole)
         summed = _sum_duplicates(leaf)
 
         def back(new: Array) -> Any:
-            flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}  # parts of its type
+            # Parts of its type.
+            flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
             return sparse.BCOO((new, summed.indices), shape=leaf.shape, **flags)
 
         alone = summed.n_sparse == 1 and not summed.n_batch
         # The index of padding lies behind the last row.
-        return Leaf(summed.data, back, rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else ())
+        return Leaf(
+            summed.data,
+            back,
+            rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else (),
+        )
 
-    def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
+    def fast_values(
+        self, plain: Callable[..., Array], guarded: Callable[..., Array]
+    ) -> Callable[..., Array]:
         return _fast_values(plain, guarded)
 
     def reduce_rows(self, rows: Array, op: Op) -> Array:
-        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
-        return super().reduce_rows(jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op)
+        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each
+        # user of the sum.
+        return super().reduce_rows(
+            jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op
+        )
 
     def unstack(self, array: Array) -> list[Array]:
         if array.ndim > 1 or not self.traced(array):
             return super().unstack(array)
-        return [row for start in range(0, array.shape[0], _ROWS) for row in _unstack(array[start : start + _ROWS])]
+        return [
+            row
+            for start in range(0, array.shape[0], _ROWS)
+            for row in _unstack(array[start : start + _ROWS])
+        ]
 
-    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
-        if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
+    def cond(
+        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
+    ) -> list[Array]:
+        # on an accelerator: outside of jit a conditional is compiled at every call
+        if not self.traced(ok):
             return super().cond(ok, usual, rare)
         return list(jax.lax.cond(ok, usual, rare))
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         quiet = super().quiet(first)
-        if jax.config.jax_numpy_dtype_promotion == "standard" and jax.config.jax_numpy_rank_promotion == "allow":
+        if (
+            jax.config.jax_numpy_dtype_promotion == "standard"
+            and jax.config.jax_numpy_rank_promotion == "allow"
+        ):
             return quiet
         # These are for the user's own code: here dtypes and ranks are promoted on purpose.
-        return enter_both(quiet, enter_both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")))
+        return enter_both(
+            quiet,
+            enter_both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")),
+        )
 
     def detach(self, array: Array) -> Array:
         return jax.lax.stop_gradient(array) if self.traced(array) else array
@@ -550,7 +678,9 @@ class _JAX(Backend):
         if self.traced(array) or self.traced(other) or array.devices() == other.devices():
             return array
         mesh = isinstance(other.sharding, NamedSharding)
-        return jax.device_put(array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding)
+        return jax.device_put(
+            array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding
+        )
 
 
 def _kind_of(leaf: Any) -> Any:

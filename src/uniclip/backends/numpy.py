@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """NumPy arrays and scalars; and sums on the memory of other frameworks' CPU arrays.
 
-There calling the framework takes longer than adding. Sums are float64. Squares of float64 numbers may underflow; a sum
-is 0 only if all of its entries are.
+There calling the framework takes longer than adding. Sums are float64. Squares of float64 numbers
+may underflow; a sum is 0 only if all of its entries are.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ View: TypeAlias = np.ndarray[Any, Any]
 WIDE = 4
 """The bytes of an entry that is precise enough to add and multiply in."""
 _ROW = 512
-"""How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
-processors keep few partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
+"""How many squares BLAS adds in a row.
+
+The rounding errors of equal entries have one sign, and the kernels for old processors keep few
+partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
 _JOINED, _COPIED, _TINY = PIECE, 2**12, 2**6
-"""The largest number of entries of arrays that are copied: for one sum, for many, or for each of many. The memory of
-larger copies may be new at every step, and the system takes longer to provide it than the copy takes."""
+"""The largest number of entries of arrays that are copied: for one sum, for many, or for each of
+many. The memory of larger copies may be new at every step, and the system takes longer to provide
+it than the copy takes."""
 _PART, _EXACT = 2**13, 2**14
 """How many numbers BLAS adds in one thread, and up to how many are added in float64."""
 _FEW = 64
@@ -56,7 +59,9 @@ _FEW_ROWS = 16
 LOW, HIGH = FITS
 _FLOAT32 = np.dtype(np.float32)
 UNDERFLOWN = 1e-300
-"""The sum of squares of float64 entries that are not 0 and whose squares are: out of range, and not 0 if divided."""
+"""The sum of squares of float64 entries that are not 0 and whose squares are: out of range,
+and not 0 if divided.
+"""
 
 
 def few(arrays: Sequence[Any], size: int) -> bool:
@@ -65,7 +70,10 @@ def few(arrays: Sequence[Any], size: int) -> bool:
 
 
 def small(sizes: list[int], lengths: list[int]) -> bool:
-    """Whether copying arrays of these sizes into one is faster than processing each; none of a group is empty."""
+    """Whether copying arrays of these sizes into one is faster than processing each.
+
+    None of a group is empty.
+    """
     if len(lengths) == 1:
         return sum(sizes) <= _JOINED
     return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
@@ -74,14 +82,25 @@ def small(sizes: list[int], lengths: list[int]) -> bool:
 def squares(arrays: list[View], lengths: list[int]) -> View:
     """Return ``Σ|x|²`` over the arrays of each group."""
     sizes = [array.size for array in arrays]
-    if len(arrays) > 1 and small(sizes, lengths) and {array.dtype.char for array in arrays} <= {"f", "d"}:
+    if (
+        len(arrays) > 1
+        and small(sizes, lengths)
+        and {array.dtype.char for array in arrays} <= {"f", "d"}
+    ):
         return squares_of_joined(np.concatenate(arrays, axis=None), sizes, lengths)
-    wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
-    return np.array(sums_of([squares_of(array, wide) for array in arrays], lengths), _sum_dtype(arrays))
+    # then narrower ones are added as accurately
+    wide = any(array.dtype.char in "dD" for array in arrays)
+    return np.array(
+        sums_of([squares_of(array, wide) for array in arrays], lengths), _sum_dtype(arrays)
+    )
 
 
 def lane_on_host(
-    leaves: list[Any], total: float, limit: float, scale: Callable[[float], list[Any] | None], device: Any = None
+    leaves: list[Any],
+    total: float,
+    limit: float,
+    scale: Callable[[float], list[Any] | None],
+    device: Any = None,
 ) -> Lane | None:
     """Return the result of a lane where the host reads the sum of squares; see `Backend.lane`.
 
@@ -94,7 +113,9 @@ def lane_on_host(
     arrays = None if factor == 1 else scale(factor)
     if factor != 1 and arrays is None:
         return None
-    return Lane(norm, limit, factor, leaves if arrays is None else fill_places(leaves, arrays), device)
+    return Lane(
+        norm, limit, factor, leaves if arrays is None else fill_places(leaves, arrays), device
+    )
 
 
 def _sum_dtype(arrays: list[View]) -> Any:
@@ -103,7 +124,11 @@ def _sum_dtype(arrays: list[View]) -> Any:
 
 def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
     """Return the sum of the values of each group; no group is empty."""
-    return values if len(lengths) == len(values) else [sum(group) for group in in_groups(values, lengths)]
+    return (
+        values
+        if len(lengths) == len(values)
+        else [sum(group) for group in in_groups(values, lengths)]
+    )
 
 
 def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
@@ -130,7 +155,9 @@ def squares_of(array: View, wide: bool = False) -> float:
         and not (wide and array.dtype.char == "f")
     ):
         return _of_vector(array.ravel("K"))
-    with walk([array], "readonly", [np.result_type(array.dtype, np.float64 if wide else np.float32)]) as pieces:
+    with walk(
+        [array], "readonly", [np.result_type(array.dtype, np.float64 if wide else np.float32)]
+    ) as pieces:
         return sum(_of_vector(np.ascontiguousarray(piece)) for piece in pieces)
 
 
@@ -152,7 +179,9 @@ def _of_vector(flat: View) -> float:
 
 
 def _exact(flat: View) -> float:
-    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads, which takes longer."""
+    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads,
+    which takes longer.
+    """
     if flat.size <= _PART:
         wide = flat.astype(np.float64, copy=False)
         return float(wide.dot(wide))
@@ -169,7 +198,8 @@ def _or_underflown(flat: View) -> float:
 
 
 def all_zero(array: View) -> bool:
-    """Whether all entries are 0, by their bits but the sign's: where squares underflow, a sum of 0 does not tell.
+    """Whether all entries are 0, by their bits but the sign's: where squares underflow,
+    a sum of 0 does not tell.
 
     Reading bits takes as long as reading memory, and adding again in float64 several times as long.
     """
@@ -180,13 +210,19 @@ def all_zero(array: View) -> bool:
 
 
 def squares_along(arrays: list[View], axes: list[Any]) -> list[View | None]:
-    """Return ``Σx²`` of each array along its axes; ``None`` if these are not first or last axes of numbers in a row."""
+    """Return ``Σx²`` of each array along its axes.
+
+    ``None`` if these are not first or last axes of numbers in a row.
+    """
     sums = [_along(*pair) if pair[1] else None for pair in zip(arrays, axes, strict=True)]
     totals = [total[0] for total in sums if total is not None]
     if totals:
         every = np.concatenate(totals, axis=None)
         if not (every.min() > LOW and every.max() < HIGH):
-            sums = [total and _in_range(array, *total) for total, array in zip(sums, arrays, strict=True)]
+            sums = [
+                total and _in_range(array, *total)
+                for total, array in zip(sums, arrays, strict=True)
+            ]
     return [total and np.asarray(total[0], np.float64).reshape(total[2]) for total in sums]
 
 
@@ -199,7 +235,11 @@ def _along(array: View, axes: tuple[int, ...]) -> tuple[View, View, tuple[int, .
     in_rows = array if rows is None else array.transpose(rows)
     if in_rows.flags.c_contiguous:
         flat = in_rows.reshape(count, -1)
-        return np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length), flat, shape
+        return (
+            np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length),
+            flat,
+            shape,
+        )
     in_columns = array.transpose(columns)
     if not in_columns.flags.c_contiguous:
         return None
@@ -210,17 +250,24 @@ def _along(array: View, axes: tuple[int, ...]) -> tuple[View, View, tuple[int, .
     return total + np.einsum("ij,ij->j", columned[whole:], columned[whole:]), columned.T, shape
 
 
-def _in_range(array: View, total: View, flat: View, shape: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]]:
+def _in_range(
+    array: View, total: View, flat: View, shape: tuple[int, ...]
+) -> tuple[View, View, tuple[int, ...]]:
     """Return the same, with sums that may not be accurate made again."""
     low = 0.0 if array.dtype.char == "d" else LOW
     fine = (total > low) & (total < HIGH)
-    return total if fine.all() else _again(array, flat, np.asarray(total, np.float64), fine), flat, shape
+    return (
+        total if fine.all() else _again(array, flat, np.asarray(total, np.float64), fine),
+        flat,
+        shape,
+    )
 
 
 def _again(array: View, flat: View, total: View, fine: View) -> View:
     """Return sums of rows, those that may not be accurate made again in float64."""
     zero = total == 0
-    if zero.any() and all_zero(array if zero.all() else flat[zero]):  # nearly always: zeros, whose sums are right
+    # Nearly always: zeros, whose sums are right.
+    if zero.any() and all_zero(array if zero.all() else flat[zero]):
         fine = fine | zero
     odd = np.flatnonzero(~fine)
     for start in range(0, len(odd), step := max(1, PIECE // flat.shape[1])):
@@ -236,15 +283,24 @@ def _again(array: View, flat: View, total: View, fine: View) -> View:
 def _way_along(
     shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...], int, int] | None:
-    """Return the kept shape, the axis orders with it first (``None`` if it is) and last, its size, a length to add."""
+    """Return the kept shape, the axis orders with it first (``None`` if it is) and last, its size,
+    a length to add.
+    """
     kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
     if not axes or not kept or 0 in shape:
         return None
     lengths = tuple([shape[axis] for axis in kept])
     count, covered = math.prod(lengths), math.prod([shape[axis] for axis in axes])
-    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)  # a length without a remainder
+    # A length without a remainder.
+    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)
     rows = (*kept, *axes)
-    return lengths, None if rows == tuple(range(len(shape))) else rows, (*axes, *kept), count, length
+    return (
+        lengths,
+        None if rows == tuple(range(len(shape))) else rows,
+        (*axes, *kept),
+        count,
+        length,
+    )
 
 
 def _of_long_rows(rows: View, length: int) -> View:
@@ -255,8 +311,12 @@ def _of_long_rows(rows: View, length: int) -> View:
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
-    """Iterate over arrays that broadcast together, in pieces; one that is not contiguous goes through a buffer."""
-    # Memory that an operand shares with the array to change is copied first, unless entries coincide.
+    """Iterate over arrays that broadcast together, in pieces.
+
+    One that is not contiguous goes through a buffer.
+    """
+    # Memory that an operand shares with the array to change is copied first, unless entries
+    # coincide.
     operands = [
         [access, "overlap_assume_elementwise"],
         *[["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1),
@@ -273,7 +333,9 @@ _NOT_NUMPYS = 2
 
 def _isdtype(dtype: Any, kind: str) -> bool:
     """Answer as NumPy does, and False for the dtypes of ml_dtypes, about which NumPy raises."""
-    return isinstance(dtype, np.dtype) and dtype.isbuiltin != _NOT_NUMPYS and np.isdtype(dtype, kind)
+    return (
+        isinstance(dtype, np.dtype) and dtype.isbuiltin != _NOT_NUMPYS and np.isdtype(dtype, kind)
+    )
 
 
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
@@ -325,7 +387,11 @@ class _NumPy(Backend):
         def scale(factor: float) -> list[View] | None:
             if not in_place:
                 return [array * factor for array in arrays]
-            return [np.multiply(array, factor, out=array) for array in arrays] if _are_apart(arrays) else None
+            return (
+                [np.multiply(array, factor, out=array) for array in arrays]
+                if _are_apart(arrays)
+                else None
+            )
 
         with np.errstate(all="ignore"):
             return lane_on_host(leaves, float(squares(arrays, [len(arrays)])[0]), limit, scale)
@@ -335,18 +401,30 @@ class _NumPy(Backend):
             return terms.in_blocks(squares(terms.arrays, terms.counts))
         return stack_terms(self, sums_of_arrays(terms), terms)
 
-    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
         plain = all([type(factor) is float and factor for factor in factors])
         if plain and not in_place and all([array.itemsize >= WIDE for array in arrays]):
             with np.errstate(all="ignore"):
                 new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
-            return [a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, arrays, strict=True)]
+            return [
+                a if a.dtype == b.dtype else a.astype(b.dtype)
+                for a, b in zip(new, arrays, strict=True)
+            ]
         with np.errstate(all="ignore"):
-            return [self._scale_one(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
+            return [
+                self._scale_one(*pair, in_place=in_place, zero=zero)
+                for pair in zip(arrays, factors, strict=True)
+            ]
 
     def _scale_one(self, array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
         exact = zero and bool(np.any(factor == 0))
-        if array.itemsize < WIDE or exact or (array.dtype.kind == "c" and isinstance(factor, np.ndarray)):
+        if (
+            array.itemsize < WIDE
+            or exact
+            or (array.dtype.kind == "c" and isinstance(factor, np.ndarray))
+        ):
             new = array if in_place else np.array(array, order="K")
             super().scale([new], [factor], in_place=True, zero=exact)
             return new if isinstance(array, np.ndarray) else new[()]
@@ -357,7 +435,11 @@ class _NumPy(Backend):
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
         # Scalars are read-only, too.
-        return None if _are_apart(leaves) else [(x, None if x.flags.writeable else "it is read-only") for x in leaves]
+        return (
+            None
+            if _are_apart(leaves)
+            else [(x, None if x.flags.writeable else "it is read-only") for x in leaves]
+        )
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with walk([array, *operands], "readwrite") as pieces:
@@ -376,12 +458,18 @@ def sums_of_arrays(terms: Terms) -> list[View]:
     arrays, units = list(map(np.asarray, terms.arrays)), terms.units
     if units is not None or terms.p != 2:
         return [power_sum(BACKEND, *term) for term in terms.each()]
-    wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
+    # then narrower ones are added as accurately
+    wide = any(array.dtype.char in "dD" for array in arrays)
     exact = [wide and array.dtype.char == "f" for array in arrays]
     axes = terms.axes or [None] * len(arrays)
-    quick = squares_along(arrays, [None if slow else along for slow, along in zip(exact, axes, strict=True)])
+    quick = squares_along(
+        arrays, [None if slow else along for slow, along in zip(exact, axes, strict=True)]
+    )
     every = zip(quick, arrays, axes, strict=True)
-    return [_squares_of(array, along, wide=wide) if total is None else total for total, array, along in every]
+    return [
+        _squares_of(array, along, wide=wide) if total is None else total
+        for total, array, along in every
+    ]
 
 
 def _squares_of(array: View, axes: Axes, *, wide: bool) -> Any:
@@ -390,7 +478,9 @@ def _squares_of(array: View, axes: Axes, *, wide: bool) -> Any:
         return np.asarray(squares_of(array, wide))
     total = power_sum(BACKEND, array, 2, axes)
     if array.dtype.char in "dD" and not total.all():
-        return np.where((total == 0) & (power_sum(BACKEND, array, np.inf, axes) > 0), UNDERFLOWN, total)
+        return np.where(
+            (total == 0) & (power_sum(BACKEND, array, np.inf, axes) > 0), UNDERFLOWN, total
+        )
     return total
 
 

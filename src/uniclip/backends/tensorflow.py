@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""TensorFlow tensors and IndexedSlices, eager, in ``tf.function``, under XLA and in TensorFlow 1 graphs.
+"""TensorFlow tensors and IndexedSlices, eager, in ``tf.function``,
+under XLA and in TensorFlow 1 graphs.
 
-TensorFlow has no array API namespace (``tf.experimental.numpy`` needs a process-wide switch), so this
-file writes one, of the functions that uniclip calls.
+TensorFlow has no array API namespace (``tf.experimental.numpy`` needs a process-wide switch), so
+this file writes one, of the functions that uniclip calls.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 _GPUS = tf.config.list_physical_devices("GPU")
 _ROW = 16
-"""How many entries are added in a row: XLA adds sequentially, and the errors of equal entries have one sign."""
+"""How many entries are added in a row: XLA adds sequentially,
+and the errors of equal entries have one sign.
+"""
 _LONG = 2**12
 """The largest number of entries that compiled code adds in float64 in no longer than in float32."""
 _VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
@@ -79,7 +82,11 @@ def _result_type(*values: Any) -> Any:
     dtypes = [_dtype(value) for value in values]
     wide = [tf.float32 if dtype == tf.bfloat16 else dtype for dtype in dtypes]
     same = all(dtype == dtypes[0] for dtype in dtypes)
-    return dtypes[0] if same else tf.as_dtype(np.result_type(*(dtype.as_numpy_dtype for dtype in wide)))
+    return (
+        dtypes[0]
+        if same
+        else tf.as_dtype(np.result_type(*(dtype.as_numpy_dtype for dtype in wide)))
+    )
 
 
 def _asarray(value: Any, *, dtype: Any = None) -> Array:
@@ -101,8 +108,12 @@ def _where(condition: Array, x: Any, y: Any, /) -> Array:
 
 
 def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    def reduction(x: Array, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Array:
-        return reduce(x, axis=axis if axis is None or isinstance(axis, int) else list(axis), keepdims=keepdims)
+    def reduction(
+        x: Array, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False
+    ) -> Array:
+        return reduce(
+            x, axis=axis if axis is None or isinstance(axis, int) else list(axis), keepdims=keepdims
+        )
 
     return reduction
 
@@ -120,7 +131,9 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
         if not x.dtype.is_floating:
             return extremum
         # Uses the NaN that is there: a constant would trigger NaN debuggers.
-        return extremum + tf.reduce_sum(tf.where(tf.math.is_nan(x), x, tf.zeros_like(x)), axis, keepdims)
+        return extremum + tf.reduce_sum(
+            tf.where(tf.math.is_nan(x), x, tf.zeros_like(x)), axis, keepdims
+        )
 
     return extreme
 
@@ -209,7 +222,12 @@ class _TensorFlow(Backend):
 
     def facts(self, arrays: list[Array]) -> Facts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
-        return Facts(traced, not traced and all(["CPU" in array.device for array in arrays]), records=True, double=True)
+        return Facts(
+            traced,
+            not traced and all(["CPU" in array.device for array in arrays]),
+            records=True,
+            double=True,
+        )
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         if kinds.traced or not tf.executing_eagerly():
@@ -224,7 +242,10 @@ class _TensorFlow(Backend):
     def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
         if not (gradient and isinstance(leaf, tf.Variable)):
             return None
-        return "not a gradient; pass the gradients without their variables (to clip the weights, v.value())"
+        return (
+            "not a gradient; pass the gradients without their variables (to clip the weights, "
+            "v.value())"
+        )
 
     def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
@@ -246,7 +267,10 @@ class _TensorFlow(Backend):
             return None
         tensors = [leaf for leaf in leaves if leaf is not None]
         if not tensors or not all(
-            [type(x) is EagerTensor and x.dtype == tf.float32 and "CPU" in x.device for x in tensors]
+            [
+                type(x) is EagerTensor and x.dtype == tf.float32 and "CPU" in x.device
+                for x in tensors
+            ]
         ):
             return None
 
@@ -265,8 +289,14 @@ class _TensorFlow(Backend):
         return super().sums(mode, terms)
 
     def _short(self, array: Array) -> Array | None:
-        """Return the float32 sum of squares of a long array: TensorFlow's kernels convert it first, XLA is slower."""
-        if array.dtype not in _SINGLE or (array.shape.num_elements() or 0) <= _LONG or self.debug_infs():
+        """Return the float32 sum of squares of a long array: TensorFlow's kernels convert it first,
+        XLA is slower.
+        """
+        if (
+            array.dtype not in _SINGLE
+            or (array.shape.num_elements() or 0) <= _LONG
+            or self.debug_infs()
+        ):
             return None
         if _in_xla():
             return _in_rows(tf.cast(array, tf.float32))
@@ -276,25 +306,39 @@ class _TensorFlow(Backend):
         return array is not None or not _in_xla()
 
     def reduce_rows(self, rows: Array, op: Op) -> Array:
-        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
+        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each
+        # user of the sum.
         return super().reduce_rows(_fence(rows) if _in_xla() else rows, op)
 
-    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
         products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
-        # XLA takes longer for a conditional than for a product, and so does everything for a small gradient.
+        # XLA takes longer for a conditional than for a product, and so does everything for a small
+        # gradient.
         large = sum([array.shape.num_elements() or 0 for array in arrays]) > PIECE
         if not (large and same(factors) and self.traced(factors[0])) or _in_xla():
             return products()
         return list(tf.nest.flatten(tf.cond(tf.equal(factors[0], 1), lambda: arrays, products)))
 
-    def _products(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def _products(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
             return super().scale(arrays, factors, in_place=in_place, zero=zero)
         if all([isinstance(factor, float) for factor in factors]):
-            by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
-            return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
-        return [tf.multiply(*pair) for pair in zip(arrays, map(partial(operand, self), arrays, factors), strict=True)]
+            by = {
+                pair: tf.constant(*pair)
+                for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}
+            }
+            return [
+                tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)
+            ]
+        return [
+            tf.multiply(*pair)
+            for pair in zip(arrays, map(partial(operand, self), arrays, factors), strict=True)
+        ]
 
     def debug_infs(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")
@@ -307,7 +351,10 @@ class _TensorFlow(Backend):
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         # Without XLA, traced code would make the copy too.
-        if array.dtype not in {tf.float16, tf.bfloat16} or (array.shape.num_elements() or 0) <= PIECE:
+        if (
+            array.dtype not in {tf.float16, tf.bfloat16}
+            or (array.shape.num_elements() or 0) <= PIECE
+        ):
             return None
         flat = tf.reshape(array, [-1])
         return (flat[rows] for rows in row_slices(flat.shape))
@@ -319,7 +366,9 @@ class _TensorFlow(Backend):
             return _open_slices(leaf, whole=whole)
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
-    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+    def cond(
+        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
+    ) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
             return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
@@ -331,7 +380,11 @@ class _TensorFlow(Backend):
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
         quiet = super().quiet(first)
-        return quiet if tf.executing_eagerly() else enter_both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
+        return (
+            quiet
+            if tf.executing_eagerly()
+            else enter_both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
+        )
 
 
 def _kind_of_tensor(leaf: Any) -> Any:
@@ -344,7 +397,8 @@ def _view_memory(array: Array) -> np.ndarray[Any, Any]:
     """Return the memory of an eager tensor as a NumPy array."""
     if array.dtype != tf.bfloat16:
         return np.asarray(memoryview(array))  # the fastest way, but it does not know bfloat16
-    return np.asarray(array if array.shape.rank else array.numpy())  # ``__array__`` of a 0-d one does not work
+    # ``__array__`` of a 0-d one does not work
+    return np.asarray(array if array.shape.rank else array.numpy())
 
 
 def _in_xla() -> bool:
@@ -354,24 +408,31 @@ def _in_xla() -> bool:
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _fence(array: Array) -> tuple[Array, Callable[[Array], Array]]:
-    """Return an array that XLA does not take apart, and its derivative, for which TensorFlow has none."""
+    """Return an array that XLA does not take apart, and its derivative,
+    for which TensorFlow has none.
+    """
     return xla.optimization_barrier(array)[0], lambda upstream: upstream
 
 
 def _in_rows(array: Array) -> Array:
-    """Return the sum of squares of a long array by short rows, since XLA adds the entries of a row sequentially."""
+    """Return the sum of squares of a long array by short rows,
+    since XLA adds the entries of a row sequentially.
+    """
     flat = tf.reshape(array, [-1])
     whole = flat.shape[0] - flat.shape[0] % _ROW
     rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), -1)
     tail = tf.reduce_sum(tf.square(flat[whole:]))
-    return tf.cast(tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tail, tf.float64), array.dtype)
+    return tf.cast(
+        tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tail, tf.float64), array.dtype
+    )
 
 
 def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
-    """Return the values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
+    """Return the values, float32 or wider, with each row's sum at its first occurrence,
+    and zeros at later ones.
 
-    The number of rows stays the same, as XLA must know it, and so do the indices. If ``whole``, for a function that may
-    not leave 0 alone, later ones are made zeros again.
+    The number of rows stays the same, as XLA must know it, and so do the indices. If ``whole``, for
+    a function that may not leave 0 alone, later ones are made zeros again.
     """
     values, count = tf.convert_to_tensor(slices.values), tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))
@@ -380,13 +441,18 @@ def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
 
     def back(new: Array) -> tf.IndexedSlices:
         if whole:
-            kept = tf.where(tf.equal(first, tf.range(count)), first, -1)  # what has a negative number is left out
+            # What has a negative number is left out.
+            kept = tf.where(tf.equal(first, tf.range(count)), first, -1)
             new = tf.math.unsorted_segment_sum(new, kept, count)
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
 
     summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
     shape = slices.dense_shape
-    lengths = None if shape is None or slices.shape.is_fully_defined() else tf.unstack(tf.cast(shape, tf.float64))
+    lengths = (
+        None
+        if shape is None or slices.shape.is_fully_defined()
+        else tf.unstack(tf.cast(shape, tf.float64))
+    )
     return Leaf(summed, back, rows=slices.indices, shape=lengths)
 
 

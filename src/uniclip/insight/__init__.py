@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""See what clipping does: record a run, read it, find its spikes, replay other rules on it, sum it up, plot it.
+"""See what clipping does: record a run, read it, find its spikes, replay other rules on it,
+sum it up, plot it.
 
 ``import uniclip`` does not import it, and matplotlib is imported only for drawing.
 """
@@ -13,4 +14,15 @@ from uniclip.insight.replay import Replay, replay
 from uniclip.insight.spikes import Spike, spikes
 from uniclip.insight.summary import summary
 
-__all__ = ["Record", "Recorder", "Replay", "Spike", "leaf_norms", "plot", "read", "replay", "spikes", "summary"]
+__all__ = [
+    "Record",
+    "Recorder",
+    "Replay",
+    "Spike",
+    "leaf_norms",
+    "plot",
+    "read",
+    "replay",
+    "spikes",
+    "summary",
+]

@@ -29,12 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0, or 2 if a file or library is missing or damaged, or a file cannot be written.
+        The exit status: 0, or 2 if a file or library is missing or damaged, or a file cannot be
+        written.
     """
-    parser = argparse.ArgumentParser("uniclip", description="See what gradient clipping did in a recorded run.")
+    parser = argparse.ArgumentParser(
+        "uniclip", description="See what gradient clipping did in a recorded run."
+    )
     parser.add_argument("--version", action="version", version=f"uniclip {version()}")
     parser.add_argument("run", type=Path, help="a file of uniclip.insight.Recorder")
-    parser.add_argument("-o", metavar="FILE", type=_output, help="write a page (.html) or a picture (.svg, .png, .pdf)")
+    parser.add_argument(
+        "-o",
+        metavar="FILE",
+        type=_output,
+        help="write a page (.html) or a picture (.svg, .png, .pdf)",
+    )
     chosen = parser.parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
@@ -51,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(summary(record), flush=True)  # noqa: T201 - a command prints
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
+        # or Python complains at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

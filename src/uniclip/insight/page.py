@@ -27,14 +27,18 @@ _STYLE = {
     "font.family": "sans-serif",
     "savefig.facecolor": "none",
     **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK
+    ),
 }
 _SIZE = 5.6, 3.2
 """In inches; narrow, so that text of 10 points can be read on a phone."""
 
 
 def page(record: Record) -> str:
-    """Return a page about a recorded run: summary, figure and spikes; it follows the browser's light or dark mode.
+    """Return a page about a recorded run: summary, figure and spikes.
+
+    It follows the browser's light or dark mode.
 
     Raises
     ------
@@ -47,7 +51,12 @@ def page(record: Record) -> str:
     template = Template(files("uniclip.insight").joinpath("page.html").read_text(encoding="utf-8"))
     more = f"The {_MOST} largest of {len(found):,}." if len(found) > _MOST else ""
     return template.substitute(
-        title=title, summary=escape(summary(record)), figure=_figure(record), spikes=rows, more=more, version=version()
+        title=title,
+        summary=escape(summary(record)),
+        figure=_figure(record),
+        spikes=rows,
+        more=more,
+        version=version(),
     )
 
 
@@ -70,6 +79,11 @@ def _figure(record: Record) -> str:
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a browser has more fonts
         figure = Figure(figsize=_SIZE, layout="constrained")
         plot(record, figure.subplots())
-        figure.savefig(file, format="svg", dpi=200, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            file,
+            format="svg",
+            dpi=200,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
     svg = file.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "currentColor")

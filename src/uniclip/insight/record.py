@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A recorded run: the file that a recorder writes, and its columns as NumPy arrays.
 
-A file of `uniclip.insight.Recorder` is JSON Lines. The first line is a header, with the version of the format, and the
-rule if it is known; a run that goes on with another rule has another header there::
+A file of `uniclip.insight.Recorder` is JSON Lines. The first line is a header, with the version of
+the format, and the rule if it is known; a run that goes on with another rule has another header
+there::
 
     {"uniclip": 1, "rule": "uc.by_global_norm(1.0)"}
 
@@ -10,11 +11,12 @@ Then there is one line for each step::
 
     {"step": 1, "norm": 13.0, "limit": 1.0, "factor": 0.0769, "share": 1.0, "loss": 2.3}
 
-``norm`` is the largest norm before clipping, ``limit`` the smallest limit, ``factor`` the smallest factor, ``share``
-the share of the factors that are not 1, as in `uniclip.Report.scalars`. Where they exist there are also ``threshold``,
-``skipped`` (true or false), ``loss``, the user's own numbers, and ``leaves``, the norms of all leaves by their names.
-NaN and ∞ are ``null``; only if a norm or a gradient is not finite, the line has ``"finite": false``. A ``loss`` of
-``null`` was not finite. A ``limit`` of ``null`` limits nothing.
+``norm`` is the largest norm before clipping, ``limit`` the smallest limit, ``factor`` the smallest
+factor, ``share`` the share of the factors that are not 1, as in `uniclip.Report.scalars`. Where
+they exist there are also ``threshold``, ``skipped`` (true or false), ``loss``, the user's own
+numbers, and ``leaves``, the norms of all leaves by their names. NaN and ∞ are ``null``; only if a
+norm or a gradient is not finite, the line has ``"finite": false``. A ``loss`` of ``null`` was not
+finite. A ``limit`` of ``null`` limits nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +41,25 @@ BEGINNING = b'{"uniclip"'
 """The beginning of a recorded run."""
 LOGGED = "clip/"
 """What the names of a report's scalars begin with, and those in the file do not."""
-OWN = frozenset({"uniclip", "step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "leaves"})
+OWN = frozenset(
+    {
+        "uniclip",
+        "step",
+        "norm",
+        "limit",
+        "threshold",
+        "factor",
+        "share",
+        "finite",
+        "skipped",
+        "leaves",
+    }
+)
 """The keys of a line that are neither the loss nor the user's own."""
 WAITING: set[Any] = set()
-"""The recorders with steps to write, held here so that they are not garbage-collected before these are written."""
+"""The recorders with steps to write, held here so that they are not garbage-collected before these
+are written.
+"""
 _ROW = re.compile(rb'{"step": (\d+)')
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
@@ -55,15 +72,17 @@ class Record(NamedTuple):
     steps : (n,) array of int64
         Ascending.
     norms, limits, thresholds, factors, shares : (n,) array of float64
-        The largest norm before clipping, the smallest limit (∞ for none), the smallest norm that is clipped, the
-        smallest factor, the share of the factors that are not 1. NaN where unknown, or not finite.
+        The largest norm before clipping, the smallest limit (∞ for none), the smallest norm that is
+        clipped, the smallest factor, the share of the factors that are not 1. NaN where unknown, or
+        not finite.
     finite, skipped : (n,) array of bool
-        Whether all gradients and norms of the step were finite, and whether the rule skipped the step.
+        Whether all gradients and norms of the step were finite, and whether the rule skipped the
+        step.
     losses : (n,) array of float64
         ∞ where the loss was not finite, NaN where none was recorded.
     leaves : (m, k) array of float64
-        The norms of k leaves at the m steps where they were recorded; NaN where a norm is not finite, 0 where a leaf
-        had no gradient.
+        The norms of k leaves at the m steps where they were recorded; NaN where a norm is not
+        finite, 0 where a leaf had no gradient.
     leaf_steps : (m,) array of int64
         The steps where norms of leaves were recorded.
     labels : list of str
@@ -106,8 +125,8 @@ class Record(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Record:
     """Read a recorded run.
 
-    A recorder of this program first writes the steps that it still keeps; those that another program keeps are not
-    there.
+    A recorder of this program first writes the steps that it still keeps; those that another
+    program keeps are not there.
 
     Parameters
     ----------
@@ -124,8 +143,8 @@ def read(path: str | os.PathLike[str]) -> Record:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is another kind of file, of a newer format, or damaged. A damaged last line is ignored: the run was killed
-        while writing it.
+        If it is another kind of file, of a newer format, or damaged. A damaged last line is
+        ignored: the run was killed while writing it.
 
     Examples
     --------
@@ -134,7 +153,9 @@ def read(path: str | os.PathLike[str]) -> Record:
     >>> len(record.steps), record.rule, float(record.norms.max())
     (400, 'uc.by_global_norm(1.0)', 20.0)
     """
-    for recorder in [one for one in list(WAITING) if one.path and one.path.resolve() == Path(path).resolve()]:
+    for recorder in [
+        one for one in list(WAITING) if one.path and one.path.resolve() == Path(path).resolve()
+    ]:
         recorder.flush()
     text = Path(path).read_bytes()
     if not text.startswith(BEGINNING):
@@ -146,10 +167,15 @@ def read(path: str | os.PathLike[str]) -> Record:
         newest = max([row.get("uniclip", FORMAT) for row in rows], default=FORMAT)
         record = _record(rows)
     except (ValueError, AttributeError, TypeError, KeyError) as error:
-        msg = f"{os.fspath(path)} is damaged, or was not written by uniclip.insight.Recorder: {error}"
+        msg = (
+            f"{os.fspath(path)} is damaged, or was not written by uniclip.insight.Recorder: {error}"
+        )
         raise ValueError(msg) from error
     if newest > FORMAT:
-        msg = f"{os.fspath(path)} is of format {newest}, and this uniclip reads up to {FORMAT}: update it"
+        msg = (
+            f"{os.fspath(path)} is of format {newest}, and this uniclip reads up to {FORMAT}: "
+            "update it"
+        )
         raise ValueError(msg)
     return record
 
@@ -206,7 +232,11 @@ class File:
 
     def __init__(self, path: Path) -> None:
         if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
+            what = (
+                "is a folder"
+                if path.is_dir()
+                else f"cannot be written: there is no folder {str(path.parent)!r}"
+            )
             msg = f"{path} {what}: give the path of a file"
             raise FileNotFoundError(msg)
         self.path = path
@@ -215,13 +245,19 @@ class File:
     def write(self, rows: list[dict[str, Any]], rule: Any) -> None:
         """Append rows, after a header if the rule is another one than before."""
         header = _line({"uniclip": FORMAT} | ({} if rule is None else {"rule": repr(rule)}))
-        before = self._go_on(rows[0]["step"]) if self._header is None or not self.path.exists() else self._header
+        before = (
+            self._go_on(rows[0]["step"])
+            if self._header is None or not self.path.exists()
+            else self._header
+        )
         with self.path.open("ab") as file:
             file.write(b"".join([b"" if header == before else header, *map(_line, rows)]))
         self._header = header
 
     def _go_on(self, step: int) -> bytes:
-        """Drop the rows of an earlier run from a step on, and a torn line; rename the file if there are no others.
+        """Drop the rows of an earlier run from a step on, and a torn line.
+
+        Rename the file if there are no others.
 
         Return the last header.
         """
@@ -245,7 +281,9 @@ def _free(path: Path) -> Path:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """Return the line of a row: ``null`` for what is not finite, and for a limit that limits nothing."""
+    """Return the line of a row: ``null`` for what is not finite,
+    and for a limit that limits nothing.
+    """
     short = {name.removeprefix(LOGGED): value for name, value in row.items()}
     for name in ("limit", "threshold"):
         if short.get(name, 0.0) >= UNLIMITED:

@@ -36,28 +36,31 @@ _INSIDE = "call the recorder outside of compiled code, on the report that the co
 class Recorder:
     """Record what clipping does: a row for each step, in a file of JSON Lines or for any function.
 
-    The small arrays of each report stay on their device, and those of many steps are read together, so that no step
-    waits for an accelerator. A run that is killed loses the steps that were not yet read. With several processes the
-    first one writes.
+    The small arrays of each report stay on their device, and those of many steps are read together,
+    so that no step waits for an accelerator. A run that is killed loses the steps that were not yet
+    read. With several processes the first one writes.
 
     Parameters
     ----------
     to : str, path or callable
-        A JSON Lines file, for `uniclip.insight.read`, pandas, Polars, DuckDB and jq. If it exists, a run resumed from
-        a checkpoint continues it: what it holds from the first new step on is dropped. A new run renames an old file:
-        ``run.jsonl`` to ``run.jsonl.old``, or ``.old2`` and so on.
-        Or a function of one row, such as ``wandb.log``: a dict of ``"step"``, the scalars of `uniclip.Report.scalars`
-        as floats, ``"loss"`` and the other numbers. It is called up to ``every`` steps late.
+        A JSON Lines file, for `uniclip.insight.read`, pandas, Polars, DuckDB and jq. If it exists,
+        a run resumed from a checkpoint continues it: what it holds from the first new step on is
+        dropped. A new run renames an old file: ``run.jsonl`` to ``run.jsonl.old``, or ``.old2`` and
+        so on. Or a function of one row, such as ``wandb.log``: a dict of ``"step"``, the scalars of
+        `uniclip.Report.scalars` as floats, ``"loss"`` and the other numbers. It is called up to
+        ``every`` steps late.
     every : int, default 100
-        The number of steps between writes. Rows are also written by `flush` and `close`, when the ``with`` block or
-        the program ends, also by an error, and in the integrations at each checkpoint.
+        The number of steps between writes. Rows are also written by `flush` and `close`, when the
+        ``with`` block or the program ends, also by an error, and in the integrations at each
+        checkpoint.
     leaves : bool or "all", default False
-        Whether to record the norm of each leaf: with ``True`` at the first step, at every ``every``-th and at spikes,
-        with ``"all"`` at each step.
+        Whether to record the norm of each leaf: with ``True`` at the first step, at every
+        ``every``-th and at spikes, with ``"all"`` at each step.
     rule : Rule, optional
         The rule of the reports, which the file names; the integrations set it.
     params : tree of arrays, optional
-        The parameters, whose paths name the leaves; the integrations set it. Without it leaves have numbers.
+        The parameters, whose paths name the leaves; the integrations set it. Without it leaves have
+        numbers.
 
     Raises
     ------
@@ -96,7 +99,12 @@ class Recorder:
         params: Any = None,
     ) -> None:
         fits = isinstance(to, (str, os.PathLike)) or callable(to)
-        check("to", to, fits, "the path of a file, such as 'run.jsonl', or a function of a row, such as wandb.log")
+        check(
+            "to",
+            to,
+            fits,
+            "the path of a file, such as 'run.jsonl', or a function of a row, such as wandb.log",
+        )
         check("leaves", leaves, isinstance(leaves, bool) or leaves == "all", 'True, False or "all"')
         self.path = None if callable(to) else Path(to).absolute()
         self.every, self.leaves = int(whole("every", every, 1)), leaves
@@ -106,9 +114,13 @@ class Recorder:
         """The last step that was recorded, ``None`` before the first."""
         self._to: Any = to
         self.loss: Any = None
-        """The loss of the next step, in the place of one that is passed with it; ``None`` after the step."""
+        """The loss of the next step, in the place of one that is passed with it;
+        ``None`` after the step.
+        """
         self.holder: Any = None
-        """A weak reference to the handle that records by it, unless a loop does; there is only one."""
+        """A weak reference to the handle that records by it, unless a loop does;
+        there is only one.
+        """
         self._labels: list[str] | None = None
         self._file = None if self.path is None else File(self.path)
         self._kept: list[tuple[int, list[str] | None, Any]] = []
@@ -123,7 +135,11 @@ class Recorder:
     def __reduce__(self) -> Any:
         """Return what makes a copy, without the steps that wait, which would be written twice."""
         names = ("rule", "step", "_labels")
-        return Recorder, (self._to, self.every, self.leaves), {name: getattr(self, name) for name in names}
+        return (
+            Recorder,
+            (self._to, self.every, self.leaves),
+            {name: getattr(self, name) for name in names},
+        )
 
     def __repr__(self) -> str:
         """Return where it writes, and the last recorded step."""
@@ -145,7 +161,9 @@ class Recorder:
             paths = flatten(params, "params")[1].paths()
             names = ["/".join(map(str, path)) or "0" for path in paths]
             alike = len(set(names)) < len(names)
-            self._labels = [f"{number}: {name}" if alike else name for number, name in enumerate(names)]
+            self._labels = [
+                f"{number}: {name}" if alike else name for number, name in enumerate(names)
+            ]
 
     def __call__(
         self,
@@ -160,9 +178,10 @@ class Recorder:
         Parameters
         ----------
         report : Report or dict of str to 0-d array
-            The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not inside of it; or
-            its scalars, which optax and Keras keep. Scalars that a scan has stacked, arrays of shape (n,), are those of
-            n steps; ``loss``, ``leaves`` and ``**extra`` then have a first axis of n, too.
+            The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not
+            inside of it; or its scalars, which optax and Keras keep. Scalars that a scan has
+            stacked, arrays of shape (n,), are those of n steps; ``loss``, ``leaves`` and
+            ``**extra`` then have a first axis of n, too.
         step : int, optional
             The number of the (first) step; by default the one after the last.
         loss : float or 0-d array, optional
@@ -175,17 +194,24 @@ class Recorder:
         Raises
         ------
         TypeError
-            If an argument has the wrong type, is traced by a compiler or of many steps, if a name in ``extra`` is one
-            of the recorder's keys, or if norms of leaves are missing.
+            If an argument has the wrong type, is traced by a compiler or of many steps, if a name
+            in ``extra`` is one of the recorder's keys, or if norms of leaves are missing.
         ValueError
-            If ``step`` is not above the last one, there are norms of other leaves than before, or the recorder is
-            closed.
+            If ``step`` is not above the last one, there are norms of other leaves than before, or
+            the recorder is closed.
         """
         if compiling():
             raise TypeError(_INSIDE)
-        scalars = isinstance(report, dict) and all([str(name).startswith(LOGGED) for name in report])
+        scalars = isinstance(report, dict) and all(
+            [str(name).startswith(LOGGED) for name in report]
+        )
         fits = scalars or isinstance(report, Report)
-        check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
+        check(
+            "report",
+            report,
+            fits,
+            "a report, which uc.clip and Rule.update return, or the scalars of one",
+        )
         if isinstance(report, dict) and (count := _count_steps(report)) != 1:
             self._record_each(count, report, step, {"loss": loss, "leaves": leaves} | extra)
             return
@@ -194,17 +220,25 @@ class Recorder:
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
         wanted = (
-            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be recorded together: "
-            "ravel those of nested scans, and of a vmap over seeds give one seed"
+            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be "
+            "recorded together: ravel those of nested scans, and of a vmap over seeds give one "
+            "seed"
         )
         check("report", report, one, wanted)
         for name in extra:
             own = name in OWN or name.startswith(LOGGED)
             check("the name of a number", name, not own, f"none of {', '.join(sorted(OWN))}")
         loss = loss if self.loss is None else self.loss
-        numbers = {name: _one(name, value) for name, value in ({"loss": loss} | extra).items() if value is not None}
+        numbers = {
+            name: _one(name, value)
+            for name, value in ({"loss": loss} | extra).items()
+            if value is not None
+        }
         if bool(self.leaves) != (leaves is not None):
-            msg = "Recorder(..., leaves=True) takes norms of leaves, and only it: leaves=insight.leaf_norms(grads)"
+            msg = (
+                "Recorder(..., leaves=True) takes norms of leaves, and only it: "
+                "leaves=insight.leaf_norms(grads)"
+            )
             raise TypeError(msg)
         if leaves is not None:
             self._check_leaves(leaves)
@@ -217,18 +251,31 @@ class Recorder:
             if len(self._kept) >= self.every:
                 self._flush_in_training()
 
-    def _record_each(self, count: int, report: dict[str, Any], step: int | None, others: dict[str, Any]) -> None:
+    def _record_each(
+        self, count: int, report: dict[str, Any], step: int | None, others: dict[str, Any]
+    ) -> None:
         """Record many steps, whose values are read together."""
         others = {name: value for name, value in others.items() if value is not None}
         for name, value in others.items():
-            check(name, value, tuple(getattr(value, "shape", ()))[:1] == (count,), f"an array for all {count} steps")
+            check(
+                name,
+                value,
+                tuple(getattr(value, "shape", ()))[:1] == (count,),
+                f"an array for all {count} steps",
+            )
         report, others = read_arrays((report, others))
         for number in range(count):
-            row, beside = ({name: values[number, ...] for name, values in part.items()} for part in (report, others))
+            row, beside = (
+                {name: values[number, ...] for name, values in part.items()}
+                for part in (report, others)
+            )
             self(row, None if step is None else step + number, **beside)
 
     def norms_of(self, grads: Any) -> Any:
-        """Return the norms of the leaves of a step, before they are clipped; ``None`` if they are not recorded."""
+        """Return the norms of the leaves of a step, before they are clipped.
+
+        ``None`` if they are not recorded.
+        """
         self._refuse_closed()  # before anything is changed
         return leaf_norms(grads) if self.leaves else None
 
@@ -239,7 +286,10 @@ class Recorder:
             self._labels = list(map(str, range(shape[0])))
         if self._labels is None or shape != (len(self._labels),):
             wanted = "all" if self._labels is None else f"the same {len(self._labels)}"
-            msg = f"leaves must be the norms of {wanted} leaves, insight.leaf_norms(grads), got {short(leaves)}"
+            msg = (
+                f"leaves must be the norms of {wanted} leaves, insight.leaf_norms(grads), got "
+                f"{short(leaves)}"
+            )
             raise ValueError(msg)
         real("leaves", leaves, "norms")
 
@@ -270,7 +320,9 @@ class Recorder:
         return self._writes
 
     def resume(self, step: int) -> None:
-        """Continue after a step, as a run resumed from a checkpoint does; later steps are dropped from the file.
+        """Continue after a step, as a run resumed from a checkpoint does.
+
+        Later steps are dropped from the file.
 
         Parameters
         ----------
@@ -305,15 +357,24 @@ class Recorder:
                 for row in rows:
                     self._to(row)
 
-    def _made(self, step: int, labels: list[str] | None, kept: tuple[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """Return the row of a step: its report, the norms of leaves, and other numbers, in NumPy."""
+    def _made(
+        self, step: int, labels: list[str] | None, kept: tuple[Any, Any, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the row of a step: its report, the norms of leaves,
+        and other numbers, in NumPy.
+        """
         report, leaves, numbers = kept
         scalars = report if isinstance(report, dict) else report.scalars()
-        row: dict[str, Any] = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
+        row: dict[str, Any] = {
+            "step": step,
+            **{name: _plain(value) for name, value in scalars.items()},
+        }
         if self.leaves:
             row["leaves"] = dict(zip(labels or (), map(_plain, leaves), strict=True))
         row |= {name: _plain(value) for name, value in numbers.items()}
-        sound = math.isfinite(row.get(NORM, 0.0)) and bool(getattr(report, "finite", True) or NORM not in row)
+        sound = math.isfinite(row.get(NORM, 0.0)) and bool(
+            getattr(report, "finite", True) or NORM not in row
+        )
         return row if sound else row | {"finite": False}
 
     def _flush_in_training(self) -> None:
@@ -377,7 +438,9 @@ _LEAVES = {norm: Rule(math.inf, scope=each_leaf, norm=norm) for norm in (L1, L2,
 
 
 def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
-    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree; the norm of ``None`` is 0.
+    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree.
+
+    The norm of ``None`` is 0.
 
     Parameters
     ----------

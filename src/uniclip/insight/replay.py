@@ -46,18 +46,19 @@ class Replay(NamedTuple):
 def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     """Return what a rule would have done on the norms of a recorded run.
 
-    The rule is run on gradients of one entry, the norm, in float64, from its first step on. So the result is exact for
-    rules whose factors depend only on the norms, if these are the rule's own: for a rule with one norm, those of all
-    leaves; for one with a norm for each leaf, ``(n, k)``, recorded with ``leaves="all"``.
+    The rule is run on gradients of one entry, the norm, in float64, from its first step on. So the
+    result is exact for rules whose factors depend only on the norms, if these are the rule's own:
+    for a rule with one norm, those of all leaves; for one with a norm for each leaf, ``(n, k)``,
+    recorded with ``leaves="all"``.
 
     Parameters
     ----------
     norms : (n,) or (n, k) array
-        ``record.norms`` or ``record.leaves``; NaN where a gradient was not finite. Of k norms, 0 stands for a gradient
-        that was absent.
+        ``record.norms`` or ``record.leaves``; NaN where a gradient was not finite. Of k norms, 0
+        stands for a gradient that was absent.
     rule : Rule
-        Its scope is `uniclip.scopes.all_leaves` or `uniclip.scopes.each_leaf`, and its limit does not need the
-        parameters.
+        Its scope is `uniclip.scopes.all_leaves` or `uniclip.scopes.each_leaf`, and its limit does
+        not need the parameters.
     losses : (n,) array, optional
         ``record.losses``, for `uniclip.skip_spikes`.
 
@@ -70,18 +71,19 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     TypeError
         If it is another kind of rule, or has another scope.
     ValueError
-        If ``norms`` has another number of dimensions, or is of one norm where the rule has one for each leaf; or if the
-        rule needs the parameters.
+        If ``norms`` has another number of dimensions, or is of one norm where the rule has one for
+        each leaf; or if the rule needs the parameters.
     FloatingPointError
-        If a step is not finite, and the rule has the policy ``"raise"``, which would have stopped there.
+        If a step is not finite, and the rule has the policy ``"raise"``, which would have stopped
+        there.
     ModuleNotFoundError
         If tqdm, which shows the progress if it takes more than a second, is not installed.
 
     Notes
     -----
-    Norms are recorded before clipping, so record a run that was clipped: without clipping, later gradients have other
-    sizes. For the same reason this is what the rule would have done on **these** gradients; had it been used, later
-    gradients would have differed.
+    Norms are recorded before clipping, so record a run that was clipped: without clipping, later
+    gradients have other sizes. For the same reason this is what the rule would have done on
+    **these** gradients; had it been used, later gradients would have differed.
 
     Examples
     --------
@@ -102,12 +104,17 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
         msg = f"norms must be record.norms, (n,), or record.leaves, (n, k), got {short(norms)}"
         raise ValueError(msg)
     if norms.ndim == 1 and own.scope == each_leaf:
-        msg = f'{short(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with leaves="all"'
+        msg = (
+            f"{short(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with "
+            'leaves="all"'
+        )
         raise ValueError(msg)
     state = own.init(list(np.ones((*norms.shape[1:], 1)) if norms.ndim > 1 else np.ones((1, 1))))
     losses = np.full(len(norms), math.nan) if losses is None else np.asarray(losses, np.float64)
     limits, factors, skipped = [], [], []
-    for norm, loss in zip(tqdm(norms, "replay", unit=" steps", delay=1, leave=False), losses, strict=True):
+    for norm, loss in zip(
+        tqdm(norms, "replay", unit=" steps", delay=1, leave=False), losses, strict=True
+    ):
         grads = [one.reshape(1) if one or norms.ndim == 1 else None for one in np.atleast_1d(norm)]
         _, state, report = own.update(grads, state, loss=None if math.isnan(loss) else float(loss))
         limits.append(_numbers(report.limits))

@@ -18,17 +18,20 @@ _PERCENTILES = 10, 50, 90, 99
 _SHOWN = 5
 """The number of spikes that are listed."""
 _ROUNDING, _REACHED = 1e-4, 0.05
-"""How near to the largest norm another one reaches it, and the share that does so only if something else clips."""
+"""How near to the largest norm another one reaches it,
+and the share that does so only if something else clips.
+"""
 _BOUND = re.compile(r"(?:skip_above=|RejectAbove\()([0-9.]+(?:e[+-]?[0-9]+)?)")
 """The bound in the text of a rule that skips steps above one."""
 
 
 def summary(record: Record) -> str:
-    """Sum up a recorded run: what is wrong, how often it clipped, the norms, what other limits would clip, the spikes.
+    """Sum up a recorded run: what is wrong, how often it clipped, norms, other limits, spikes.
 
-    The first lines say what stands out: steps that were skipped in a row, norms that are not finite up to the end, a
-    limit that is a normalizer (it clips two steps of three or more), a step-size limiter (one of ten), a safety net, or
-    never clips, and norms that something else has clipped before.
+    The first lines say what stands out: steps that were skipped in a row, norms that are not finite
+    up to the end, a limit that is a normalizer (it clips two steps of three or more), a step-size
+    limiter (one of ten), a safety net, or never clips, and norms that something else has clipped
+    before.
 
     Parameters
     ----------
@@ -65,17 +68,25 @@ def summary(record: Record) -> str:
     broken, clipped = record.steps[~record.finite], shares > 0
     of_norms = f" ({_percent(shares)} of the norms)" if (shares[clipped] < 1).any() else ""
     first = f" (first step {broken[0]})" if len(broken) else ""
-    skipped, others = f"skipped {record.skipped.sum():,}", " of the others" if record.skipped.any() else ""
+    skipped, others = (
+        f"skipped {record.skipped.sum():,}",
+        " of the others" if record.skipped.any() else "",
+    )
     share = [f"clipped {_percent(clipped)}{of_norms}{others}"] if clipped.size else []
     words = [skipped, *share] if others else [*share, skipped]
     words += [f"not finite {len(broken):,}{first}"]
     lines = [*_judge_run(record, clipped)]
     lines += [f"{counted(len(record.steps), 'step')}, {name_rule(record)}: {', '.join(words)}"]
     if norms.size:
-        parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
+        parts = [
+            f"p{q} {norm:.3g}"
+            for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)
+        ]
         parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
         lines += ["norm   " + "   ".join(parts)]
-        lines += ["above  " + "   ".join([f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS])]
+        lines += [
+            "above  " + "   ".join([f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS])
+        ]
     if found:
         more = f", the {_SHOWN} largest" if len(found) > _SHOWN else ""
         lines += [f"{counted(len(found), 'spike')}{more}:", *map(_described, found[:_SHOWN])]
@@ -85,19 +96,29 @@ def summary(record: Record) -> str:
 def _advise(record: Record, norms: np.ndarray) -> list[str]:
     """Return what to try next; nothing where the limit varied."""
     if _is_dead(record):
-        cause = "Raise the bound, or lower" if _skips_finite(record) else "Look for what is not finite, or lower"
+        cause = (
+            "Raise the bound, or lower"
+            if _skips_finite(record)
+            else "Look for what is not finite, or lower"
+        )
         return [f"{cause} the learning rate, and record again."]
     if not norms.size or np.unique(record.limits[np.isfinite(record.limits)]).size > 1:
         return []
     middle = 4.0 ** min(round(math.log(np.median(norms), 4)), 510)
     one = "try 1, or " if norms.max() > 1 else ""
     three = f"{middle / 4:g}, {middle:g} and {4 * middle:g}"
-    return [f"No limit follows from norms alone: {one}compare {three},", "around the power of four nearest the median."]
+    return [
+        f"No limit follows from norms alone: {one}compare {three},",
+        "around the power of four nearest the median.",
+    ]
 
 
 def _is_dead(record: Record) -> bool:
     """Whether most steps were skipped, or many at the end."""
-    return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= MANY_SKIPPED
+    return (
+        bool(2 * record.skipped.sum() > len(record.steps))
+        or _count_last(record.skipped) >= MANY_SKIPPED
+    )
 
 
 def _skips_finite(record: Record) -> bool:
@@ -111,9 +132,13 @@ def _judge_run(record: Record, clipped: np.ndarray) -> list[str]:
     skipped, broken = _count_last(record.skipped), _count_last(~record.finite)
     if _is_dead(record):
         last = f", the last {skipped} in a row" if skipped >= min(MANY_SKIPPED, count) else ""
-        lines.append(f"{record.skipped.sum():,} of {count:,} steps skipped{last}{_compare_bound(record)}")
+        lines.append(
+            f"{record.skipped.sum():,} of {count:,} steps skipped{last}{_compare_bound(record)}"
+        )
     if broken > 1 and broken >= min(MANY_SKIPPED, count / 10):
-        lines.append(f"not finite from step {record.steps[-broken]:,} on, {broken:,} steps in a row")
+        lines.append(
+            f"not finite from step {record.steps[-broken]:,} on, {broken:,} steps in a row"
+        )
     return lines or _judge_limit(record, clipped)
 
 
@@ -121,7 +146,12 @@ def _compare_bound(record: Record) -> str:
     """Return that the bound of a run is below its usual norm, if it is."""
     bounds, norms = bounds_of(record), record.norms[np.isfinite(record.norms)]
     bounds = bounds[bounds > 0]
-    if not (_skips_finite(record) and norms.size and bounds.size and np.median(bounds) < np.median(norms)):
+    if not (
+        _skips_finite(record)
+        and norms.size
+        and bounds.size
+        and np.median(bounds) < np.median(norms)
+    ):
         return ""
     return f": the bound {np.median(bounds):.3g} is below the usual norm {np.median(norms):.3g}"
 
@@ -135,7 +165,12 @@ def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
     if not norms.any():
         return ["all gradients are 0"]
     if _are_clipped(norms, limits):
-        return [f"many norms are {norms.max():.3g} and none is larger: something else seems to clip before"]
+        return [
+            (
+                f"many norms are {norms.max():.3g} and none is larger: something else seems to "
+                "clip before"
+            )
+        ]
     if not clipped.any():
         return [f"never clipped: norms are at most {(norms / limits).max():.2g} of the limit"]
     share = clipped.mean()
@@ -144,7 +179,9 @@ def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
 
 
 def _are_clipped(norms: np.ndarray, limits: np.ndarray) -> bool:
-    """Whether norms look as if something had clipped them: many are the largest, which is the limit, or others vary."""
+    """Whether norms look as if something had clipped them: many are the largest,
+    which is the limit, or others vary.
+    """
     reached = norms >= norms.max() * (1 - _ROUNDING)
     at_limit = bool((np.abs(limits[reached] / norms.max() - 1) < _ROUNDING).all())
     others = norms[~reached]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside training frameworks; each module imports its own library, and nothing here imports any."""
+"""Clipping inside training frameworks.
+
+Each module imports its own library, and nothing here imports any.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,15 +17,25 @@ from uniclip.scopes import each_example, each_row, everything
 
 _package = sys.modules[__name__.partition(".")[0]]
 if not hasattr(_package, "Rule"):
-    _found = f"the package uniclip in {', '.join(_package.__path__)} is not that of uniclip-gradients, or not all of it"
-    _why = "the clipboard tool called uniclip writes to the same folder, and the one installed last wins"
-    _repair = "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
+    _found = (
+        f"the package uniclip in {', '.join(_package.__path__)} is not that of uniclip-gradients, "
+        "or not all of it"
+    )
+    _why = (
+        "the clipboard tool called uniclip writes to the same folder, and the one installed last "
+        "wins"
+    )
+    _repair = (
+        "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
+    )
     _msg = f"{_found}: {_why}. To repair it: {_repair}"
     raise ImportError(_msg)
 
 
 def rule_for_steps(rule: AnyRule) -> BaseRule:
-    """Return a rule for the gradients of an optimizer; a function of one gradient array becomes a rule.
+    """Return a rule for the gradients of an optimizer.
+
+    A function of one gradient array becomes a rule.
 
     Raises
     ------
@@ -38,15 +51,17 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
         for one in rules_with_norms(rule)
     ):
         msg = (
-            f"{short(rule)} clips the gradients of single examples, and an optimizer gets those of the batch: sum them "
-            "by uc.clip_and_sum before, and give that, divided by their number, to the optimizer"
+            f"{short(rule)} clips the gradients of single examples, and an optimizer gets those "
+            "of the batch: sum them by uc.clip_and_sum before, and give that, divided by their "
+            "number, to the optimizer"
         )
         raise ValueError(msg)
     return rule
 
 
 def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
-    """Refuse a mask or a label inside of a rule that says the same of all leaves; see `refuse_one_answer`.
+    """Refuse a mask or a label inside of a rule that says the same of all leaves;
+    see `refuse_one_answer`.
 
     Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """
@@ -60,7 +75,9 @@ def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None
 
 
 def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Yield the masks and labels inside of a rule, functions of (path, leaf), each after the rule that has it."""
+    """Yield the masks and labels inside of a rule, functions of (path, leaf),
+    each after the rule that has it.
+    """
     for inner in walk_rules(rule):
         if isinstance(inner, Masked):
             yield inner, inner.where
@@ -69,7 +86,9 @@ def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
 
 
 def refuse_record(record: Any, all_reduce: Any = None) -> None:
-    """Refuse an object that is not a recorder, and recording leaves that are not all in one process."""
+    """Refuse an object that is not a recorder, and recording leaves that are not all in
+    one process.
+    """
     if record is None:
         return
     from uniclip.insight.recorder import Recorder  # noqa: PLC0415 - most runs are not recorded
@@ -82,8 +101,8 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
         raise ValueError(msg)
     if record.leaves and all_reduce is not None:
         msg = (
-            "with all_reduce each process has other leaves, and one of them writes: record without leaves, or give "
-            "distributed tensors, which need no all_reduce"
+            "with all_reduce each process has other leaves, and one of them writes: record "
+            "without leaves, or give distributed tensors, which need no all_reduce"
         )
         raise ValueError(msg)
 

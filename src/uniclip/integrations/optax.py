@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside optax: `to_optax` makes a rule a gradient transformation, for Flax and Equinox too."""
+"""Clipping inside optax: `to_optax` makes a rule a gradient transformation,
+for Flax and Equinox too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from uniclip.backends.jax import varying
 
 
 class ClipState(NamedTuple):
-    """The state of a transformation of `to_optax`: the rule's memory, and the scalars of the last step.
+    """The state of a transformation of `to_optax`: the rule's memory, and the last step's scalars.
 
     Structure, shapes and dtypes stay those of ``init``.
 
@@ -61,30 +63,33 @@ def to_optax(
     rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     inner : optax.GradientTransformation, optional
-        The transformation of the clipped gradients. In a step that the rule skips the updates are zeros, and the state
-        of ``inner`` stays as it was: moments, step counts and schedules. Later transformations in a chain see zeros.
+        The transformation of the clipped gradients. In a step that the rule skips the updates are
+        zeros, and the state of ``inner`` stays as it was: moments, step counts and schedules. Later
+        transformations in a chain see zeros.
     axis_name : str or tuple of str, optional
-        The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a part* of the gradients. Omit
-        it where each device holds all gradients (averaged before), and under ``jax.jit`` with sharded arrays.
+        The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a part* of the
+        gradients. Omit it where each device holds all gradients (averaged before), and under
+        ``jax.jit`` with sharded arrays.
     shared : callable, optional
-        ``shared(path, leaf)`` is true for a leaf that is the same on all devices of the axis, while they hold parts of
-        others. Needed where JAX does not know that: in ``jax.pmap``, and in ``jax.shard_map`` with
-        ``check_vma=False``.
+        ``shared(path, leaf)`` is true for a leaf that is the same on all devices of the axis, while
+        they hold parts of others. Needed where JAX does not know that: in ``jax.pmap``, and in
+        ``jax.shard_map`` with ``check_vma=False``.
 
     Returns
     -------
     optax.GradientTransformationExtraArgs
-        Its ``update`` accepts the loss as ``value=``, as optax's line searches do, for rules that use it, such as
-        `uniclip.skip_spikes`. Its state is a `ClipState`.
+        Its ``update`` accepts the loss as ``value=``, as optax's line searches do, for rules that
+        use it, such as `uniclip.skip_spikes`. Its state is a `ClipState`.
 
     Raises
     ------
     TypeError
-        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is not a `ClipState`
-        or has other scalars than the rule, or ``axis_name`` or ``shared`` has another type.
+        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is
+        not a `ClipState` or has other scalars than the rule, or ``axis_name`` or ``shared`` has
+        another type.
     ValueError
-        In ``update``, if the state is that of another number of norms. Which leaves or groups they belong to is
-        known, and compared, in what `to_dict` returns.
+        In ``update``, if the state is that of another number of norms. Which leaves or groups they
+        belong to is known, and compared, in what `to_dict` returns.
 
     Examples
     --------
@@ -98,7 +103,12 @@ def to_optax(
     >>> updates["w"].tolist(), float(scalars(state)["clip/norm"])
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    check("rule", rule, not isinstance(rule, optax.GradientTransformation), "a rule, as in to_optax(rule, inner)")
+    check(
+        "rule",
+        rule,
+        not isinstance(rule, optax.GradientTransformation),
+        "a rule, as in to_optax(rule, inner)",
+    )
     rule = rule_for_steps(rule)
     wanted = "an optax.GradientTransformation, such as optax.adam(1e-3)"
     check("inner", inner, inner is None or isinstance(inner, optax.GradientTransformation), wanted)
@@ -107,22 +117,34 @@ def to_optax(
 
     def init(params: Any) -> ClipState:
         zeros = _zeros_like(params)
-        if rule.memory and jax.tree.structure(params).num_nodes == 1 and not jax.tree.leaves(params):
-            zeros = jnp.zeros(1)  # optax.tree_map_params gives a node without parameters in place of any
+        if (
+            rule.memory
+            and jax.tree.structure(params).num_nodes == 1
+            and not jax.tree.leaves(params)
+        ):
+            # optax.tree_map_params gives a node without parameters in place of any
+            zeros = jnp.zeros(1)
         memory = rule.init(zeros)
         axis = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
         _, _, report = rule.update(zeros, memory, zeros, axis)
         return ClipState(memory, inside.init(params), _before_the_first_step(report))
 
-    def update(grads: Any, state: ClipState, params: Any = None, **extra: Any) -> tuple[Any, ClipState]:
+    def update(
+        grads: Any, state: ClipState, params: Any = None, **extra: Any
+    ) -> tuple[Any, ClipState]:
         check("state", state, isinstance(state, ClipState), own)
         axis, loss = axis_name if jax.tree.leaves(grads) else None, extra.get("value")
-        clipped, memory, report = rule.update(grads, state.memory, params, axis, loss=loss, shared=shared)
+        clipped, memory, report = rule.update(
+            grads, state.memory, params, axis, loss=loss, shared=shared
+        )
         updates, inner_state = inside.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
             left_out = jax.tree.map(jnp.zeros_like, updates), state.inner
-            updates, inner_state = jax.tree.map(partial(jnp.where, report.skipped), left_out, (updates, inner_state))
-        # Loops and compiled steps need the dtypes of init; a step without gradients has not all scalars.
+            updates, inner_state = jax.tree.map(
+                partial(jnp.where, report.skipped), left_out, (updates, inner_state)
+            )
+        # Loops and compiled steps need the dtypes of init; a step without gradients has not all
+        # scalars.
         new, old = (memory, state.clip | report.scalars()), (state.memory, state.clip)
         check("state", state, jax.tree.structure(new) == jax.tree.structure(old), own)
         memory, clip = jax.tree.map(lambda array, known: jnp.asarray(array, known.dtype), new, old)
@@ -137,16 +159,17 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     Parameters
     ----------
     opt_state : tree
-        The state of a transformation with `to_optax` anywhere inside; a Flax ``TrainState``, and the ``opt_state``
-        of an ``nnx.Optimizer``, too.
+        The state of a transformation with `to_optax` anywhere inside; a Flax ``TrainState``, and
+        the ``opt_state`` of an ``nnx.Optimizer``, too.
 
     Returns
     -------
     dict of str to 0-d array
-        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and for a
-        rule that may skip a step ``"clip/skipped"``; empty for a rule that measures no norm. With several clip states
-        the names of the first end with ``"/0"``, and so on, in the order of the tree; those inside of others come
-        last. Nothing is read from the device.
+        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``,
+        ``"clip/share"``, and for a rule that may skip a step ``"clip/skipped"``; empty for a rule
+        that measures no norm. With several clip states the names of the first end with ``"/0"``,
+        and so on, in the order of the tree; those inside of others come last. Nothing is read from
+        the device.
 
     Raises
     ------
@@ -170,12 +193,13 @@ def scalars(opt_state: Any) -> dict[str, Any]:
         name + end: array
         for end, state in zip(ends, states, strict=True)
         for name in LOGGED  # compiled code returns a dict in the order of its keys
-        for array in jax.tree.leaves(state.clip.get(name))  # one or none; NNX puts each into a variable
+        # One or none; NNX puts each into a variable.
+        for array in jax.tree.leaves(state.clip.get(name))
     }
 
 
 def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
-    """Return a rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
+    """Return a rule's memory as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
 
     Parameters
     ----------
@@ -208,12 +232,19 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
     rule, zeros = rule_for_steps(rule), _zeros_like(params)
     first, arrays = rule.init(zeros), jax.tree.leaves(state.memory)
     fits = list(map(jnp.shape, arrays)) == list(map(jnp.shape, jax.tree.leaves(first)))
-    check("opt_state", opt_state, fits, "that of an optimizer with this rule, for params of these shapes")
+    check(
+        "opt_state",
+        opt_state,
+        fits,
+        "that of an optimizer with this rule, for params of these shapes",
+    )
     return state_to_dict(rule, jax.tree.unflatten(jax.tree.structure(first), arrays), zeros)
 
 
 def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> Any:
-    """Return the state of an optimizer with a rule's memory that was saved by any integration, in any framework.
+    """Return the state of an optimizer with a rule's memory that was saved before.
+
+    It may be that of any integration, in any framework.
 
     Parameters
     ----------
@@ -230,8 +261,8 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     TypeError
         If ``saved`` is not a dict.
     ValueError
-        If there is no clip state, or several, or one with more or fewer arrays; if ``saved`` belongs to another rule or
-        other leaves.
+        If there is no clip state, or several, or one with more or fewer arrays; if ``saved``
+        belongs to another rule or other leaves.
 
     Examples
     --------
@@ -253,13 +284,17 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
 
 
 def _clip_states(opt_state: Any, most: float = math.inf) -> list[ClipState]:
-    """Return the clip states in the state of an optimizer, from one to ``most``; those inside of others come last."""
+    """Return the clip states in the state of an optimizer, from one to ``most``.
+
+    Those inside of others come last.
+    """
     found = optax.tree_utils.tree_get_all_with_path(opt_state, ClipState.__name__, _is_clip_state)
     if not 1 <= len(found) <= most:
         wanted = "one ClipState" if most == 1 else "a ClipState"
         msg = (
-            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass the state of an optimizer, as of "
-            "optax.chain(to_optax(rule), optax.adam(0.1)); of one with several rules, the part of one, opt_state[0]"
+            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass the state "
+            "of an optimizer, as of optax.chain(to_optax(rule), optax.adam(0.1)); of one with "
+            "several rules, the part of one, opt_state[0]"
         )
         raise ValueError(msg)
     return [state for _, state in found]
@@ -270,8 +305,13 @@ def _is_clip_state(_: Any, node: Any) -> bool:
 
 
 def _zeros_like(params: Any) -> Any:
-    """Return zeros like parameters; the optimizer of Flax NNX gives ``init`` variables, and ``update`` arrays."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(*jax.tree.leaves(leaf)), params, is_leaf=_is_variable)
+    """Return zeros like parameters.
+
+    The optimizer of Flax NNX gives ``init`` variables, and ``update`` arrays.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.zeros_like(*jax.tree.leaves(leaf)), params, is_leaf=_is_variable
+    )
 
 
 def _is_variable(node: Any) -> bool:
@@ -280,6 +320,9 @@ def _is_variable(node: Any) -> bool:
 
 def _before_the_first_step(report: Report) -> dict[str, Any]:
     """Return zeros for the scalars of such reports, of which one of no gradient has none."""
-    seen, optional = report.scalars(), {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
+    seen, optional = (
+        report.scalars(),
+        {"clip/threshold": report.thresholds, "clip/skipped": report.skipped},
+    )
     names = [name for name in LOGGED if optional.get(name, report.finite) is not None]
     return {name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in names}

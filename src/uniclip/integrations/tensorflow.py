@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside TensorFlow 1 optimizers: wrap one once, and every ``apply_gradients`` clips first."""
+"""Clipping inside TensorFlow 1 optimizers: wrap one once,
+and every ``apply_gradients`` clips first.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ __all__ = ["ClippedOptimizer", "clip_gradients_by_norm"]
 tf1 = tf.compat.v1
 
 
-def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:
-    """Return an optimizer that clips by the global norm, as ``tf.contrib.estimator``'s function of this name did.
+def clip_gradients_by_norm(
+    optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number
+) -> ClippedOptimizer:
+    """Return an optimizer that clips by the global norm.
+
+    ``tf.contrib.estimator`` had a function of this name that did.
 
     Despite its name it does not clip each gradient by its own norm: it multiplies all gradients by
-    ``min(1, clip_norm / ‖all gradients‖₂)``. To clip each by its own norm, use `ClippedOptimizer` with the rule
-    `uniclip.by_norm`.
+    ``min(1, clip_norm / ‖all gradients‖₂)``. To clip each by its own norm, use `ClippedOptimizer`
+    with the rule `uniclip.by_norm`.
 
     Parameters
     ----------
@@ -66,28 +72,31 @@ def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: N
 
 
 class ClippedOptimizer(tf.compat.v1.train.Optimizer):
-    """Wrap a TensorFlow 1 optimizer: ``apply_gradients`` clips all gradients by a rule before it applies them.
+    """Wrap a TensorFlow 1 optimizer: ``apply_gradients`` clips all gradients by a rule first.
 
-    ``compute_gradients`` returns unclipped gradients, so that gradients changed in between are clipped once, and last.
-    It works in sessions, eagerly and in ``tf.function``, on resource variables and reference variables.
+    ``compute_gradients`` returns unclipped gradients, so that gradients changed in between are
+    clipped once, and last. It works in sessions, eagerly and in ``tf.function``, on resource
+    variables and reference variables.
 
     Parameters
     ----------
     optimizer : tf.compat.v1.train.Optimizer
-        The optimizer that takes the steps. It keeps its name, its slots and the names of its variables.
+        The optimizer that takes the steps. It keeps its name, its slots and the names of its
+        variables.
     rule : Rule or callable
-        The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``. Each array in the
-        state of a rule with memory is a variable that is saved with the others, and updated by the train op.
+        The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``.
+        Each array in the state of a rule with memory is a variable that is saved with the others,
+        and updated by the train op.
 
     Attributes
     ----------
     rule : Rule
     report : Report or None
-        The report of the train op built last, in tensors of its graph: run them with the train op. In eager code the
-        report of the last step. ``None`` before.
+        The report of the train op built last, in tensors of its graph: run them with the train op.
+        In eager code the report of the last step. ``None`` before.
     loss : 0-d array or None
-        The loss of the next ``apply_gradients``, for rules that use it. ``minimize`` sets it; ``None`` after the
-        step.
+        The loss of the next ``apply_gradients``, for rules that use it. ``minimize`` sets it;
+        ``None`` after the step.
 
     Raises
     ------
@@ -98,11 +107,12 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     Notes
     -----
-    A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
-    taken: variables, slots and ``global_step`` stay as they are.
+    A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve
+    `uniclip.curves.reject`, is not taken: variables, slots and ``global_step`` stay as they are.
 
-    All train ops that one optimizer builds in a graph share one state. ``get_slot`` and ``get_slot_names`` know the
-    slots of the wrapped optimizer; ``variables`` returns its variables, and those of the state.
+    All train ops that one optimizer builds in a graph share one state. ``get_slot`` and
+    ``get_slot_names`` know the slots of the wrapped optimizer; ``variables`` returns its variables,
+    and those of the state.
 
     Examples
     --------
@@ -125,7 +135,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         _refuse_optimizer(optimizer)
         optimizer._maybe_initialize_trackable()  # noqa: SLF001
-        self.__dict__.update(vars(optimizer))  # name, slots, other variables, and what checkpoints are to restore
+        # Name, slots, other variables, and what checkpoints are to restore.
+        self.__dict__.update(vars(optimizer))
         self.rule = rule_for_steps(rule)
         self.loss: Number | None = None
         self._wrapped = optimizer
@@ -136,7 +147,10 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return f"<ClippedOptimizer: {self.rule!r}, {type(self._wrapped).__name__}>"
 
     def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""
+        """Compute the gradients of ``loss``, clip and apply them.
+
+        See ``tf.compat.v1.train.Optimizer``.
+        """
         if not callable(loss):
             self.loss = loss
             return super().minimize(loss, *args, **kwargs)
@@ -148,12 +162,17 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return super().minimize(seen, *args, **kwargs)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the pairs of an unclipped gradient and its variable, as the wrapped optimizer does."""
+        """Return the pairs of an unclipped gradient and its variable,
+        as the wrapped optimizer does.
+        """
         pairs: list[tuple[Any, Any]] = self._wrapped.compute_gradients(*args, **kwargs)
         return pairs
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: Any = None,
+        name: str | None = None,
     ) -> Any:
         """Clip the gradients and apply them; see ``tf.compat.v1.train.Optimizer``.
 
@@ -174,9 +193,9 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Raises
         ------
         TypeError, ValueError
-            As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if a variable is not
-            among those of the first step, for a rule with memory of each leaf; or under a strategy of
-            ``tf.distribute``.
+            As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if a
+            variable is not among those of the first step, for a rule with memory of each leaf; or
+            under a strategy of ``tf.distribute``.
         """
         _refuse_strategy()
         pairs, loss, self.loss = list(grads_and_vars), self.loss, None
@@ -188,20 +207,28 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         }
         loss = None if loss is None else tf.reduce_sum(loss)  # as the gradients are
         state = memory.state([variable.read_value() for variable in memory.variables])
-        clipped, new, self.report = self.rule.update(grads, state, memory.params | params, loss=loss)
+        clipped, new, self.report = self.rule.update(
+            grads, state, memory.params | params, loss=loss
+        )
         pairs = [(clipped[name], variable) for name, variable in params.items()]
         with tf.control_dependencies(memory.assign(new, state)):
             if self.report.skipped is None:
                 return self._wrapped.apply_gradients(pairs, global_step, name)
             return self._apply_unless(self.report.skipped, pairs, global_step, name)
 
-    def _apply_unless(self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
+    def _apply_unless(
+        self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None
+    ) -> Any:
         """Let the wrapped optimizer take the step, unless the rule skips it."""
         with tf.init_scope():  # in the branch their names would begin with its name
             self._wrapped._create_slots([variable for grad, variable in pairs if grad is not None])  # noqa: SLF001
         train_ops = tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)
         others = list(train_ops)
-        taken = tf.cond(skipped, tf.no_op, lambda: tf.group(self._wrapped.apply_gradients(pairs, global_step, name)))
+        taken = tf.cond(
+            skipped,
+            tf.no_op,
+            lambda: tf.group(self._wrapped.apply_gradients(pairs, global_step, name)),
+        )
         if tf.executing_eagerly():
             return None
         train_op = tf.group(taken, name=name or self._name)
@@ -215,7 +242,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             params = _named(variables, {}) if self.rule.memory else {}
             first = self.rule.init(_zeros(params))
             names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
-            with tf.init_scope(), tf.variable_creator_scope(_as_resource):  # outside of tf.function and tf.cond
+            # Outside of tf.function and tf.cond.
+            with tf.init_scope(), tf.variable_creator_scope(_as_resource):
                 made = [
                     self._create_non_slot_variable(array, name, variables[0])
                     for array, name in zip(optree.tree_leaves(first), names, strict=True)
@@ -224,7 +252,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return self._memories[graph]
 
     def rule_state_dict(self, session: Any = None) -> dict[str, Any]:
-        """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
+        """Return the rule's memory as plain numbers and lists,
+        in the format of `uniclip.Clipper.state_dict`.
 
         Parameters
         ----------
@@ -234,8 +263,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Returns
         -------
         dict
-            Without slots and other variables. Empty before the first ``minimize`` or ``apply_gradients``, which
-            create the variables, and for a rule without memory.
+            Without slots and other variables. Empty before the first ``minimize`` or
+            ``apply_gradients``, which create the variables, and for a rule without memory.
 
         Raises
         ------
@@ -257,19 +286,23 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         saved : dict
             An empty dict starts over.
         session : tf.compat.v1.Session, optional
-            In a graph, the session to set, after the variables are initialized; by default the one that was entered.
+            In a graph, the session to set, after the variables are initialized; by default the one
+            that was entered.
 
         Raises
         ------
         TypeError
             If ``saved`` is not a dict.
         ValueError
-            Before the first ``minimize`` or ``apply_gradients``, or if the rule has no memory; if it is that of
-            another rule or of other variables; in a graph, if there is no session.
+            Before the first ``minimize`` or ``apply_gradients``, or if the rule has no memory; if
+            it is that of another rule or of other variables; in a graph, if there is no session.
         """
         memory, session = self._found(session)
         if memory is None or not memory.variables:
-            msg = "the rule has no variables (yet): call load_rule_state_dict after minimize or apply_gradients"
+            msg = (
+                "the rule has no variables (yet): call load_rule_state_dict after minimize or "
+                "apply_gradients"
+            )
             raise ValueError(msg)
         state = from_dict(self.rule, saved, _zeros(memory.params))
         for variable, value in zip(memory.variables, optree.tree_leaves(state), strict=True):
@@ -279,23 +312,30 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
                 session.run(variable.initializer, {variable.initializer.inputs[1]: value})
 
     def _found(self, session: Any) -> tuple[_Memory | None, Any]:
-        """Return the state of the rule, and the session in which its values are; ``None`` in eager code."""
+        """Return the state of the rule, and the session in which its values are;
+        ``None`` in eager code.
+        """
         session = tf1.get_default_session() if session is None else session
         if session is None and not tf.executing_eagerly():
-            msg = "the values are in a session: pass it, session=..., or enter it, `with session.as_default():`"
+            msg = (
+                "the values are in a session: pass it, session=..., or enter it, `with "
+                "session.as_default():`"
+            )
             raise ValueError(msg)
         return self._memories.get(_outermost_graph() if session is None else session.graph), session
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars for a logger, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
+        """Return the scalars for a logger, ready for ``tf.compat.v1.summary.scalar``.
+
+        See `uniclip.Report.scalars`.
 
         Returns
         -------
         dict of str to 0-d tensor
-            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` for rules that have one,
-            ``"clip/factor"``, ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``. Run with the
-            train op they belong to the same step. Inside of a ``tf.function``, or of the branch of a ``tf.cond``, they
-            can be read inside only.
+            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` for rules that
+            have one, ``"clip/factor"``, ``"clip/share"`` and, for a rule that may skip a step,
+            ``"clip/skipped"``. Run with the train op they belong to the same step. Inside of a
+            ``tf.function``, or of the branch of a ``tf.cond``, they can be read inside only.
 
         Raises
         ------
@@ -330,7 +370,10 @@ class _Memory(NamedTuple):
 
 
 def _outermost_graph() -> Any:
-    """Return the graph in which variables are created; ``None`` in eager code, where each thread would have another."""
+    """Return the graph in which variables are created.
+
+    ``None`` in eager code, where each thread would have another.
+    """
     with tf.init_scope():
         return None if tf.executing_eagerly() else tf1.get_default_graph()
 
@@ -359,17 +402,23 @@ def _named(variables: list[Any], known: dict[str, Any]) -> dict[str, Any]:
 
 def _zeros(params: dict[str, Any]) -> dict[str, Any]:
     """Return NumPy arrays of the same shapes and dtypes, which take no memory."""
-    return {n: np.broadcast_to(np.zeros((), v.dtype.as_numpy_dtype), tuple(v.shape)) for n, v in params.items()}
+    return {
+        n: np.broadcast_to(np.zeros((), v.dtype.as_numpy_dtype), tuple(v.shape))
+        for n, v in params.items()
+    }
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
     """Refuse optimizers that cannot be wrapped."""
     wanted = "a tf.compat.v1.train.Optimizer (for one of Keras there is uniclip.integrations.keras)"
     check("optimizer", optimizer, isinstance(optimizer, tf1.train.Optimizer), wanted)
-    if isinstance(optimizer, (ClippedOptimizer, tf1.mixed_precision.MixedPrecisionLossScaleOptimizer)):
+    if isinstance(
+        optimizer, (ClippedOptimizer, tf1.mixed_precision.MixedPrecisionLossScaleOptimizer)
+    ):
         msg = (
-            f"optimizer is {short(optimizer)}: wrap the one inside of it; uc.chain(a, b) makes one rule of two, and a "
-            "loss scale goes outside, MixedPrecisionLossScaleOptimizer(ClippedOptimizer(optimizer, rule), loss_scale)"
+            f"optimizer is {short(optimizer)}: wrap the one inside of it; uc.chain(a, b) makes "
+            "one rule of two, and a loss scale goes outside, "
+            "MixedPrecisionLossScaleOptimizer(ClippedOptimizer(optimizer, rule), loss_scale)"
         )
         raise ValueError(msg)  # noqa: TRY004 - the type is right
 
@@ -378,7 +427,9 @@ def _refuse_strategy() -> None:
     """Refuse a strategy of ``tf.distribute``, whose replicas have parts of the gradients."""
     if tf.distribute.has_strategy():
         msg = (
-            f"ClippedOptimizer of TensorFlow 1 is not for {type(tf.distribute.get_strategy()).__name__}: use Keras' "
-            "optimizers, uniclip.integrations.keras; or sum the gradients of all replicas and clip the sum by uc.clip"
+            "ClippedOptimizer of TensorFlow 1 is not for "
+            f"{type(tf.distribute.get_strategy()).__name__}: use Keras' optimizers, "
+            "uniclip.integrations.keras; or sum the gradients of all replicas and clip the sum "
+            "by uc.clip"
         )
         raise ValueError(msg)

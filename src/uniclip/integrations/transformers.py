@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside the Trainer of Hugging Face Transformers: a callback, or a trainer whose loggers see all of it."""
+"""Clipping inside the Trainer of Hugging Face Transformers: a callback,
+or a trainer whose loggers see all of it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _KEY = "uniclip"
 class ClipGradients(TrainerCallback):
     """Clip the gradients by a rule, at the beginning of each step of the optimizer.
 
-    It clips accumulated, unscaled gradients. ``max_grad_norm`` is 0 during training, so that the Trainer does not also
-    clip.
+    It clips accumulated, unscaled gradients. ``max_grad_norm`` is 0 during training, so that the
+    Trainer does not also clip.
 
     Parameters
     ----------
@@ -42,41 +44,42 @@ class ClipGradients(TrainerCallback):
     shared : callable, optional
         A function of a leaf's path and the leaf: true for copies held beside such parts.
     record : uniclip.insight.Recorder, optional
-        Records each step, without the loss, which the Trainer does not pass to callbacks. A training run resumed from a
-        checkpoint continues the file.
+        Records each step, without the loss, which the Trainer does not pass to callbacks. A
+        training run resumed from a checkpoint continues the file.
 
     Attributes
     ----------
     handle : Attached or None
-        The handle of `uniclip.integrations.torch.attach` for the optimizer: ``handle.report`` is the report of the last
-        step. ``None`` before training.
+        The handle of `uniclip.integrations.torch.attach` for the optimizer: ``handle.report`` is
+        the report of the last step. ``None`` before training.
 
     Raises
     ------
     TypeError
         If ``rule`` is neither a rule nor a function of one gradient array.
     ValueError
-        At the start of training: if the optimizer already has a rule; if DeepSpeed or Megatron hides parts of the
-        gradients; if the parameters are parts that look whole (FSDP1), and there is no ``all_reduce``; if the state in
-        the checkpoint belongs to another rule; if the policy is ``"zero"``, since the Trainer makes all gradients NaN
-        where one is not finite.
+        At the start of training: if the optimizer already has a rule; if DeepSpeed or Megatron
+        hides parts of the gradients; if the parameters are parts that look whole (FSDP1), and there
+        is no ``all_reduce``; if the state in the checkpoint belongs to another rule; if the policy
+        is ``"zero"``, since the Trainer makes all gradients NaN where one is not finite.
     RuntimeError
         If the optimizer took a step without the rule, as layer-wise optimizers do.
 
     Warns
     -----
     UserWarning
-        If ``max_grad_norm`` is not its default, since it is not used; if training resumes from a checkpoint without
-        the state of a rule with memory.
+        If ``max_grad_norm`` is not its default, since it is not used; if training resumes from a
+        checkpoint without the state of a rule with memory.
 
     Notes
     -----
-    The state of a rule with memory is in ``trainer_state.json`` of each checkpoint, as plain numbers.
+    The state of a rule with memory is in ``trainer_state.json`` of each checkpoint, as plain
+    numbers.
 
-    The Trainer's logs get ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
-    ``"clip/threshold"`` of the last step; and over the steps since the last log the means ``"clip/share"`` and, for a
-    rule that may skip a step, ``"clip/skipped"``, and the largest norm ``"clip/norm_max"``; see
-    `uniclip.Report.scalars`.
+    The Trainer's logs get ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that
+    has one, ``"clip/threshold"`` of the last step; and over the steps since the last log the means
+    ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``, and the largest norm
+    ``"clip/norm_max"``; see `uniclip.Report.scalars`.
 
     Examples
     --------
@@ -85,7 +88,11 @@ class ClipGradients(TrainerCallback):
     """
 
     def __init__(
-        self, rule: AnyRule, all_reduce: Any = None, shared: Any = None, record: Recorder | None = None
+        self,
+        rule: AnyRule,
+        all_reduce: Any = None,
+        shared: Any = None,
+        record: Recorder | None = None,
     ) -> None:
         self.rule = rule_for_steps(rule)
         refuse_record(record, all_reduce)
@@ -97,18 +104,25 @@ class ClipGradients(TrainerCallback):
 
     def __repr__(self) -> str:
         """Return the rule and the optimizer."""
-        return f"<ClipGradients: {self.handle or self.rule!r}{'' if self.handle else ', before training'}>"
+        return (
+            "<ClipGradients: "
+            f"{self.handle or self.rule!r}{'' if self.handle else ', before training'}>"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rule, without hooks in an optimizer."""
         return vars(self) | {"handle": None, "_seen": None, "_loaded": {}, "_given": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`."""
+        """Return the rule's memory as plain numbers and lists,
+        in the format of `uniclip.Clipper.state_dict`.
+        """
         return self._loaded if self.handle is None else self.handle.numbers()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Begin the next training with a memory saved by any integration; checkpoints of the Trainer already hold it.
+        """Begin the next training with a memory saved by any integration.
+
+        Checkpoints of the Trainer already hold it.
 
         Parameters
         ----------
@@ -130,7 +144,9 @@ class ClipGradients(TrainerCallback):
         optimizer = kwargs["optimizer"]
         _refuse(optimizer.accelerator_state.distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
-        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names)
+        self.handle = attach(
+            optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names
+        )
         self.handle.logs()
         self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded
@@ -153,9 +169,9 @@ class ClipGradients(TrainerCallback):
         report = None if self.handle is None else self.handle.report
         if (report is None or report is self._seen) and not kwargs["optimizer"].step_was_skipped:
             msg = (
-                f"{type(kwargs['optimizer'].optimizer).__name__} took a step in which {short(self.rule)} saw no "
-                "gradients: ClipGradients needs an optimizer that takes them from p.grad in step(), which layer-wise "
-                "ones do not"
+                f"{type(kwargs['optimizer'].optimizer).__name__} took a step in which "
+                f"{short(self.rule)} saw no gradients: ClipGradients needs an optimizer that "
+                "takes them from p.grad in step(), which layer-wise ones do not"
             )
             raise RuntimeError(msg)
         self._seen = report
@@ -182,8 +198,9 @@ class ClipGradients(TrainerCallback):
 class ClippedTrainer:
     """A mixin for trainers that clip by a rule, whose loggers see the scalars whatever their order.
 
-    The state of a rule with memory is in ``optimizer.pt`` of each checkpoint. During training ``max_grad_norm`` is 0,
-    and the Trainer measures no norm of its own: ``grad_norm`` in the logs is that of the rule.
+    The state of a rule with memory is in ``optimizer.pt`` of each checkpoint. During training
+    ``max_grad_norm`` is 0, and the Trainer measures no norm of its own: ``grad_norm`` in the logs
+    is that of the rule.
 
     Parameters
     ----------
@@ -238,7 +255,8 @@ class ClippedTrainer:
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:
                 self.clipping.remove()
-            model = next(iter(args), kwargs.get("model")) or self.model  # under FSDP the one that is prepared
+            # Under FSDP the one that is prepared.
+            model = next(iter(args), kwargs.get("model")) or self.model
             names = names_in(model, optimizer)
             self.clipping = attach(optimizer, self._rule, *self._how, names=names)
             self.clipping.logs()
@@ -256,21 +274,26 @@ class ClippedTrainer:
         """Compute the loss and the gradients; refuse an optimizer that no rule is attached to."""
         if self.clipping is None:
             msg = (
-                "no rule is attached to the optimizer, which ClippedTrainer.create_optimizer does: call it in a "
-                "create_optimizer of your own, by super(); where another library makes the optimizer, use the callback "
-                "ClipGradients"
+                "no rule is attached to the optimizer, which ClippedTrainer.create_optimizer "
+                "does: call it in a create_optimizer of your own, by super(); where another "
+                "library makes the optimizer, use the callback ClipGradients"
             )
             raise RuntimeError(msg)
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return a number in the place of the norm, which the rule measures in the step; `log` has it then."""
+        """Return a number in the place of the norm, which the rule measures in the step;
+        `log` has it then.
+        """
         if rules_with_norms(self._rule):
             return 0.0
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the scalars since the last log; ``grad_norm`` is the norm that the rule has measured."""
+        """Log, with the scalars since the last log.
+
+        ``grad_norm`` is the norm that the rule has measured.
+        """
         scalars = self.clipping.logs() if self.clipping is not None and "loss" in logs else {}
         if "grad_norm" in logs and NORM in scalars:
             logs = logs | {"grad_norm": scalars[NORM]}
@@ -289,23 +312,35 @@ class _Snapshot:
 
 
 def _refuse(kind: str, rule: Any) -> None:
-    """Refuse engines whose optimizers see only parts of the gradients, and a policy that the Trainer makes useless."""
+    """Refuse engines whose optimizers see only parts of the gradients,
+    and a policy that the Trainer makes useless.
+    """
     if kind in _ENGINES:
         msg = (
-            f"ClipGradients cannot be used with {kind}: each process would clip by the norm of its own part of the "
-            "gradients; leave the callback out and use max_grad_norm, or use FSDP2"
+            f"ClipGradients cannot be used with {kind}: each process would clip by the norm of "
+            "its own part of the gradients; leave the callback out and use max_grad_norm, or use "
+            "FSDP2"
         )
         raise ValueError(msg)
-    if getattr(rule, "nonfinite", None) == "zero":  # where the norm is not finite, the Trainer multiplies all by NaN
-        msg = 'with nonfinite="zero" the Trainer leaves NaN only of gradients that are not finite: use nonfinite="skip"'
+    # where the norm is not finite, the Trainer multiplies all by NaN
+    if getattr(rule, "nonfinite", None) == "zero":
+        msg = (
+            'with nonfinite="zero" the Trainer leaves NaN only of gradients that are not finite: '
+            'use nonfinite="skip"'
+        )
         raise ValueError(msg)
 
 
 def _take_max_grad_norm(args: Any) -> Any:
     """Set ``max_grad_norm`` to 0 and return it; warn that it is not used if the user has set it."""
-    default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
+    default = next(
+        field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm"
+    )
     if args.max_grad_norm and args.max_grad_norm != default:
-        msg = f"max_grad_norm={args.max_grad_norm} is not used, since uniclip clips: leave it out, or set it to 0"
+        msg = (
+            f"max_grad_norm={args.max_grad_norm} is not used, since uniclip clips: leave it out, "
+            "or set it to 0"
+        )
         warnings.warn(msg, UserWarning, stacklevel=3)
     given, args.max_grad_norm = args.max_grad_norm, 0.0
     return given

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Limits from running averages of the norms. A step that is not finite leaves the averages unchanged."""
+"""Limits from running averages of the norms.
+
+A step that is not finite leaves the averages unchanged.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from uniclip.norms import L2
 
 
 class Averages(NamedTuple):
-    """A running average of each norm, and the number of steps: for all rows together (`Ema`), or for each row."""
+    """A running average of each norm, and the number of steps: for all rows together (`Ema`),
+    or for each row.
+    """
 
     averages: Array
     """In `Ema` -1 where there is no average yet."""
@@ -49,14 +54,15 @@ class Ema(Remembers):
     decay : float
         Decay of the average, from 0 to below 1; 0 compares with the previous step.
     warmup : int, default 0
-        The number of first steps in which all norms are limited together, to the joint norm ``warmup_norm``, and
-        the average is the smallest norm so far.
+        The number of first steps in which all norms are limited together, to the joint norm
+        ``warmup_norm``, and the average is the smallest norm so far.
     warmup_norm : float, default 1.0
         The largest joint norm in the warm-up.
 
     Notes
     -----
-    The average begins with the first norm above 0, since the first gradients of many layers are zero.
+    The average begins with the first norm above 0, since the first gradients of many layers are
+    zero.
 
     Examples
     --------
@@ -73,7 +79,11 @@ class Ema(Remembers):
     def __post_init__(self) -> None:
         """Validate the parameters."""
         settle(self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay))
-        settle(self, warmup=whole("warmup", self.warmup, 0), warmup_norm=nonnegative("warmup_norm", self.warmup_norm))
+        settle(
+            self,
+            warmup=whole("warmup", self.warmup, 0),
+            warmup_norm=nonnegative("warmup_norm", self.warmup_norm),
+        )
 
     def init(self, norms: Array, context: Context) -> Averages:
         """Return the state before the first norm."""
@@ -94,10 +104,18 @@ class Ema(Remembers):
         return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.count + 1)
 
     def _norm_of_all(self, norms: Array, context: Context) -> tuple[Array, Array]:
-        """Return whether the joint norm is within ``warmup_norm``, and the limits that scale all norms to it."""
-        xp, unit, most = context.xp, unit_of(context.xp, context.largest(lambda block: block.norms)), self.warmup_norm
+        """Return whether the joint norm is within ``warmup_norm``,
+        and the limits that scale all norms to it.
+        """
+        xp, unit, most = (
+            context.xp,
+            unit_of(context.xp, context.largest(lambda block: block.norms)),
+            self.warmup_norm,
+        )
         dtype = unit.dtype  # the joint norm may overflow the dtype of these norms
-        total = context.total(lambda block: (cast(xp, block.norms, dtype) / block.asarray(unit, dtype)) ** 2)
+        total = context.total(
+            lambda block: (cast(xp, block.norms, dtype) / block.asarray(unit, dtype)) ** 2
+        )
         # The joint norm is root * unit; neither overflows or underflows.
         # A root has no derivative at 0.
         total = xp.where(total <= 0, 1.0, xp.clip(total, 0.0, unlimited(xp, unit)))
@@ -142,7 +160,9 @@ class SecondMoment(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        settle(self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay))
+        settle(
+            self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay)
+        )
         settle(self, warmup=whole("warmup", self.warmup, 0))
 
     def init(self, norms: Array, context: Context) -> Averages:
@@ -160,10 +180,12 @@ class SecondMoment(Remembers):
 
 @dataclass(frozen=True, repr=False)
 class MeanOverRms(Remembers):
-    """Allow the running mean of the norms divided by their running root mean square: about 1, more while norms grow.
+    """Allow the running mean of the norms divided by their running root mean square.
 
-    Both averages include this step's norm and are bias-corrected, as Adam's moments. Made for the curve
-    `uniclip.curves.normalize`.
+    That is about 1, and more while norms grow.
+
+    Both averages include this step's norm and are bias-corrected, as Adam's moments. Made for the
+    curve `uniclip.curves.normalize`.
 
     Parameters
     ----------
@@ -194,7 +216,9 @@ class MeanOverRms(Remembers):
         """Return the state before the first norm."""
         return MeansAndSquares(norms * 0, norms * 0, zero_counts(context))
 
-    def __call__(self, norms: Array, state: MeansAndSquares, context: Context) -> tuple[Array, MeansAndSquares]:
+    def __call__(
+        self, norms: Array, state: MeansAndSquares, context: Context
+    ) -> tuple[Array, MeansAndSquares]:
         """Update the averages, then divide."""
         xp, count, n = context.xp, state.count + 1, squarable(context.xp, norms)
         means = self.mean_decay * state.means + (1 - self.mean_decay) * n

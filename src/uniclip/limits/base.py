@@ -30,26 +30,40 @@ class NoState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Norms of one shape and dtype, one row for each group, with their labels, parameters and sizes."""
+    """Norms of one shape and dtype, one row for each group, with their labels,
+    parameters and sizes.
+    """
 
     norms: Array
     """Of shape ``(k, *kept)``; ``kept`` are the axes of a leaf that a norm does not cover."""
     labels: Sequence[Any]
-    """The label of each row's group; ``None`` or the number of a leaf where leaves are not grouped by labels."""
+    """The label of each row's group.
+
+    ``None`` or the number of a leaf where leaves are not grouped by labels.
+    """
     params: Array = None
     """The norms of the parameters, like ``norms``."""
     sizes: Array = None
-    """The number of entries of each norm, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
+    """The number of entries of each norm, at least 1: of shape ``(k, 1, ...)``,
+    in the dtype of ``norms``.
+    """
     absent: Sequence[bool] = ()
-    """For each row, whether all gradients of its group are absent; empty if no gradient is, or if it is not known."""
+    """For each row, whether all gradients of its group are absent.
+
+    Empty if no gradient is, or if it is not known.
+    """
     present: Array = None
-    """For each row, whether some process has a gradient of its group; ``None`` where this process knows."""
+    """For each row, whether some process has a gradient of its group.
+
+    ``None`` where this process knows.
+    """
 
 
 class Context:
     """What a limit may use beside the norms of a block.
 
-    Most steps have one block. A limit is called once for each block; ``total`` and ``largest`` reduce over all blocks.
+    Most steps have one block. A limit is called once for each block; ``total`` and ``largest``
+    reduce over all blocks.
 
     Examples
     --------
@@ -74,11 +88,20 @@ class Context:
         *,
         apart: bool = False,
     ) -> None:
-        self._backend, self._blocks, self._number, self._needs, self._loss = backend, blocks, number, needs, loss
+        self._backend, self._blocks, self._number, self._needs, self._loss = (
+            backend,
+            blocks,
+            number,
+            needs,
+            loss,
+        )
         self._apart = apart
         """Whether some norms lie in other processes."""
         self.threshold: Array | None = None
-        """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits."""
+        """The norms above which a limit clips, if it then clips to less.
+
+        Set by the limit, and broadcast as limits.
+        """
 
     @property
     def xp(self) -> Any:
@@ -92,25 +115,42 @@ class Context:
 
     @property
     def labels(self) -> Sequence[Any]:
-        """The label of each row's group; ``None`` or the number of a leaf where leaves are not grouped by labels."""
+        """The label of each row's group.
+
+        ``None`` or the number of a leaf where leaves are not grouped by labels.
+        """
         return self._blocks[self._number].labels
 
     @property
     def absent(self) -> Sequence[bool]:
-        """For each row, whether all gradients of its group are absent and its norm is 0; empty if no gradient is."""
+        """For each row, whether all gradients of its group are absent and its norm is 0;
+        empty if no gradient is.
+        """
         return self._blocks[self._number].absent
 
     @property
     def present(self) -> Array | None:
-        """For each row, whether some process has a gradient of its group; ``None`` where this process knows."""
+        """For each row, whether some process has a gradient of its group.
+
+        ``None`` where this process knows.
+        """
         return self._blocks[self._number].present
 
     @property
     def count(self) -> Any:
-        """How many groups have gradients, in all blocks and processes; a 0-d array where these are joined."""
+        """How many groups have gradients, in all blocks and processes.
+
+        A 0-d array where these are joined.
+        """
         self._refuse_if_apart("count")
-        known = sum(len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None)
-        present = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
+        known = sum(
+            len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None
+        )
+        present = [
+            self.xp.sum(self.xp.astype(b.present, b.norms.dtype))
+            for b in self._blocks
+            if b.present is not None
+        ]
         return sum(present, known) if present else known
 
     @property
@@ -121,42 +161,66 @@ class Context:
 
     @property
     def sizes(self) -> Array:
-        """The number of entries of each norm, at least 1, as ``(k, 1, ...)``; requires ``"sizes"`` in ``needs``."""
+        """The number of entries of each norm, at least 1, as ``(k, 1, ...)``.
+
+        Requires ``"sizes"`` in ``needs``.
+        """
         self._refuse_unless_needed("sizes")
         return self._blocks[self._number].sizes
 
     @property
     def loss(self) -> Any:
-        """The loss of this step as a 0-d float32 array, or ``None``; requires ``"loss"`` in ``needs``."""
+        """The loss of this step as a 0-d float32 array, or ``None``.
+
+        Requires ``"loss"`` in ``needs``.
+        """
         self._refuse_unless_needed("loss")
         return None if self._loss is None else self.asarray(self._loss, self.xp.float32)
 
     def total(self, function: Callable[[Context], Array]) -> Array:
-        """Return the sum of all entries of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
+        """Return the sum of all entries of ``function(context)`` over all blocks: 0-d,
+        in the widest dtype.
+        """
         self._refuse_if_apart("total")
         return self._reduce_blocks(self.xp.sum, function)
 
     def largest(self, function: Callable[[Context], Array]) -> Array:
-        """Return the largest entry of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
+        """Return the largest entry of ``function(context)`` over all blocks: 0-d,
+        in the widest dtype.
+        """
         self._refuse_if_apart("largest")
         return self._reduce_blocks(self.xp.max, function)
 
     def asarray(self, value: Any, dtype: Any = None) -> Array:
-        """Return a value as an array on the device of the norms, in their dtype unless ``dtype`` is given."""
+        """Return a value as an array on the device of the norms,
+        in their dtype unless ``dtype`` is given.
+        """
         array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
         return self._backend.to_device_of(self.norms, array)
 
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""
         block, rows = self._blocks[self._number], slice(number, number + 1)
-        params, sizes = (values if values is None else values[rows, ...] for values in (block.params, block.sizes))
+        params, sizes = (
+            values if values is None else values[rows, ...]
+            for values in (block.params, block.sizes)
+        )
         present = None if block.present is None else block.present[rows]
-        alone = Rows(block.norms[rows, ...], block.labels[rows], params, sizes, block.absent[rows], present)
+        alone = Rows(
+            block.norms[rows, ...], block.labels[rows], params, sizes, block.absent[rows], present
+        )
         return Context(self._backend, [alone], 0, self._needs, self._loss, apart=self._apart)
 
-    def _reduce_blocks(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
-        each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]
-        values = [reduce(value) for value in map(function, each) if 0 not in value.shape] or [self.asarray(0)]
+    def _reduce_blocks(
+        self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]
+    ) -> Array:
+        each = [
+            Context(self._backend, self._blocks, n, self._needs, self._loss)
+            for n in range(len(self._blocks))
+        ]
+        values = [reduce(value) for value in map(function, each) if 0 not in value.shape] or [
+            self.asarray(0)
+        ]
         if len(values) == 1:
             return values[0]
         dtype = self.xp.result_type(*[value.dtype for value in values])
@@ -165,14 +229,18 @@ class Context:
     def _refuse_if_apart(self, name: str) -> None:
         if self._apart:
             msg = (
-                f"context.{name} looks at all norms, and of norms along axes that are divided among processes each "
-                "process has its own: take a scope of whole leaves, such as uc.scopes.each_leaf"
+                f"context.{name} looks at all norms, and of norms along axes that are divided "
+                "among processes each process has its own: take a scope of whole leaves, such as "
+                "uc.scopes.each_leaf"
             )
             raise ValueError(msg)
 
     def _refuse_unless_needed(self, name: str) -> None:
         if name not in self._needs:
-            msg = f"a limit that looks at context.{name} has to say so: needs = frozenset({{{name!r}}})"
+            msg = (
+                f"a limit that looks at context.{name} has to say so: needs = "
+                f"frozenset({{{name!r}}})"
+            )
             raise TypeError(msg)
 
 
@@ -194,7 +262,8 @@ class Limit:
     memory: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``, which take time to compute.
+    """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``,
+    which take time to compute.
 
     With ``"loss"`` every process takes part in averaging the losses."""
     groups: ClassVar[Sequence[Any]] = ()
@@ -203,7 +272,10 @@ class Limit:
     def __init_subclass__(cls) -> None:
         """Refuse a limit that makes a first state and says that it has none."""
         if "init" in vars(cls) and not cls.memory:
-            msg = f"{cls.__name__} has an init, which makes the first state: set memory = True in the class"
+            msg = (
+                f"{cls.__name__} has an init, which makes the first state: set memory = True in "
+                "the class"
+            )
             raise TypeError(msg)
 
     def init(self, norms: Array, context: Context) -> State:
@@ -212,8 +284,9 @@ class Limit:
         Returns
         -------
         NamedTuple of arrays
-            Each has one row for each group along its first axis, or is shared by all groups: 0-d, or of length 1
-            along that axis. If a group has no gradients at a step, the caller restores its rows.
+            Each has one row for each group along its first axis, or is shared by all groups: 0-d,
+            or of length 1 along that axis. If a group has no gradients at a step, the caller
+            restores its rows.
         """
         return NoState()
 
@@ -223,16 +296,18 @@ class Limit:
         Parameters
         ----------
         norms : array
-            The norms of this step, of shape ``(k, *kept)``: one row for each group in the order of the tree (dict
-            keys sorted), ``kept`` the axes that a norm does not cover; in float32 or wider. They are NumPy's arrays
-            where the host can read the gradients at no cost, unless the limit has arrays as attributes; else arrays of
-            the gradients' library. A norm that is not finite is NaN here.
+            The norms of this step, of shape ``(k, *kept)``: one row for each group in the order of
+            the tree (dict keys sorted), ``kept`` the axes that a norm does not cover; in float32 or
+            wider. They are NumPy's arrays where the host can read the gradients at no cost, unless
+            the limit has arrays as attributes; else arrays of the gradients' library. A norm that
+            is not finite is NaN here.
         state : NamedTuple of arrays
             What `init` or the previous step returned.
         context : Context
-            Holds the array API namespace ``context.xp``, the ``context.labels`` of groups, sums over all blocks of
-            norms and, if in `needs`, ``context.params``, ``context.sizes`` and ``context.loss``. A limit that clips
-            above a threshold to less than the threshold sets ``context.threshold`` for the report.
+            Holds the array API namespace ``context.xp``, the ``context.labels`` of groups, sums
+            over all blocks of norms and, if in `needs`, ``context.params``, ``context.sizes`` and
+            ``context.loss``. A limit that clips above a threshold to less than the threshold sets
+            ``context.threshold`` for the report.
 
         Returns
         -------
@@ -260,7 +335,9 @@ class Remembers(BuiltIn):
 
 def zero_counts(context: Context) -> Array:
     """Return an int32 0 for each row."""
-    return context.asarray(context.xp.zeros(tuple(context.norms.shape)[:1], dtype=context.xp.int32), context.xp.int32)
+    return context.asarray(
+        context.xp.zeros(tuple(context.norms.shape)[:1], dtype=context.xp.int32), context.xp.int32
+    )
 
 
 def zeros(context: Context, length: int, dtype: Any = None) -> Array:
@@ -282,18 +359,23 @@ def align(xp: Any, rows: Array, norms: Array) -> Array:
 
 
 def unlimited(xp: Any, n: Array) -> float:
-    """Return the limit that stands for none: the dtype's largest number, since NaN debuggers stop at ∞."""
+    """Return the limit that stands for none: the dtype's largest number,
+    since NaN debuggers stop at ∞.
+    """
     return float(xp.finfo(n.dtype).max)
 
 
 def unit_of(xp: Any, top: Array) -> Array:
-    """Return a divisor that keeps squares of numbers up to ``top`` in range: ``top`` or a little less.
+    """Return a divisor that keeps squares of numbers up to ``top`` in range:
+    ``top`` or a little less.
 
-    Its reciprocal, by which compilers multiply, is a normal number. For zeros it is a number whose reciprocal can be
-    squared in a second derivative.
+    Its reciprocal, by which compilers multiply, is a normal number. For zeros it is a number whose
+    reciprocal can be squared in a second derivative.
     """
     numbers = xp.finfo(top.dtype)
-    return xp.where(top > 0, xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4), 2.0**-30)
+    return xp.where(
+        top > 0, xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4), 2.0**-30
+    )
 
 
 def at_most(xp: Any, norms: Array, bound: Array | float) -> Array:

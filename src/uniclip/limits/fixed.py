@@ -10,7 +10,17 @@ from typing import Any, ClassVar, NamedTuple
 
 from uniclip._errors import LIMIT, Printed, check, flag, nonnegative, nonnegatives, settle, short
 from uniclip._types import Number
-from uniclip.limits.base import Array, BuiltIn, Context, Limit, NoState, Remembers, State, align, unlimited
+from uniclip.limits.base import (
+    Array,
+    BuiltIn,
+    Context,
+    Limit,
+    NoState,
+    Remembers,
+    State,
+    align,
+    unlimited,
+)
 
 _NAMED = 10
 """The number of labels listed in an error."""
@@ -57,9 +67,9 @@ class Schedule(Remembers):
     Parameters
     ----------
     fn : callable
-        Called with the number of earlier steps, a 0-d float32 array: NumPy's where the host can read the gradients,
-        else one of their library (traced in compiled code). It returns a number or a 0-d array. Steps that are not
-        finite are not counted.
+        Called with the number of earlier steps, a 0-d float32 array: NumPy's where the host can
+        read the gradients, else one of their library (traced in compiled code). It returns a number
+        or a 0-d array. Steps that are not finite are not counted.
 
     Examples
     --------
@@ -93,7 +103,8 @@ class Relative(BuiltIn):
     ratio : float or 0-d array
         At least 0.
     eps : float or 0-d array, default 1e-3
-        The smallest norm of a parameter that is used; without it a parameter of zeros could never change.
+        The smallest norm of a parameter that is used; without it a parameter of zeros could never
+        change.
     counts : array, optional
         Multiplies the limits; of the shape of the norms of one group, one number for each.
 
@@ -125,7 +136,10 @@ class Relative(BuiltIn):
     def _counted(self, limits: Array, context: Context) -> Array:
         counts = context.asarray(self.counts, limits.dtype)
         if tuple(counts.shape) != tuple(limits.shape)[1:]:
-            msg = f"counts of shape {tuple(counts.shape)} do not fit norms of shape {tuple(limits.shape)[1:]}"
+            msg = (
+                f"counts of shape {tuple(counts.shape)} do not fit norms of shape "
+                f"{tuple(limits.shape)[1:]}"
+            )
             raise ValueError(msg)
         return counts
 
@@ -166,7 +180,9 @@ class TrustRatio(BuiltIn):
         """Return limits relative to the parameters; a parameter of zeros limits nothing."""
         xp, w = context.xp, context.params
         share = 1 / (1 + self.weight_decay * w / xp.where(norms > 0, norms, 1.0))
-        return xp.where(w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, norms)), state
+        return xp.where(
+            w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, norms)
+        ), state
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,7 +208,11 @@ class Split(BuiltIn):
 
     def __post_init__(self) -> None:
         """Validate the limit."""
-        settle(self, total=nonnegative("total", self.total, LIMIT), by_size=flag("by_size", self.by_size))
+        settle(
+            self,
+            total=nonnegative("total", self.total, LIMIT),
+            by_size=flag("by_size", self.by_size),
+        )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -203,9 +223,13 @@ class Split(BuiltIn):
         """Split the total."""
         if not self.by_size:
             count = context.count
-            count = max(count, 1) if isinstance(count, int) else context.xp.where(count > 0, count, 1.0)
+            count = (
+                max(count, 1) if isinstance(count, int) else context.xp.where(count > 0, count, 1.0)
+            )
             return self.total * count**-0.5, state
-        return self.total * (context.sizes / context.asarray(context.total(lambda one: one.sizes))) ** 0.5, state
+        return self.total * (
+            context.sizes / context.asarray(context.total(lambda one: one.sizes))
+        ) ** 0.5, state
 
 
 @dataclass(frozen=True, repr=False)
@@ -229,14 +253,23 @@ class PerGroup(Printed, Limit):
 
     def __post_init__(self) -> None:
         """Convert numbers to constant limits, and store a hashable tuple."""
-        check("limits", self.limits, isinstance(self.limits, (Mapping, tuple)), "a mapping of label to limit")
+        check(
+            "limits",
+            self.limits,
+            isinstance(self.limits, (Mapping, tuple)),
+            "a mapping of label to limit",
+        )
         pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
         settle(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal limit."""
         pairs = [(label, one.value if type(one) is Constant else one) for label, one in self.limits]
-        return f"uc.limits.PerGroup({{{', '.join(f'{show(label)}: {show(one)}' for label, one in pairs)}}})"
+        return (
+            "uc.limits.PerGroup({"
+            f"{', '.join(f'{show(label)}: {show(one)}' for label, one in pairs)}"
+            "})"
+        )
 
     @property
     def memory(self) -> bool:  # type: ignore[override]
@@ -267,31 +300,56 @@ class PerGroup(Printed, Limit):
         """Call each group's limit."""
         limits = self._chosen(context)
         top = float(context.xp.finfo(norms.dtype).max)
-        if all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]):
+        if all(
+            [type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]
+        ):
             values = context.asarray([float(min(limit.value, top)) for limit in limits])
             return align(context.xp, values, norms), state
         states = state if self.memory else [NoState()] * len(limits)
         rows = self._rows(limits, context)
-        answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
-        each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
+        answers = [
+            limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)
+        ]
+        each = [
+            _like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)
+        ]
         if any([row.threshold is not None for _, row in rows]):
-            own = [one if row.threshold is None else row.threshold for one, (_, row) in zip(each, rows, strict=True)]
+            own = [
+                one if row.threshold is None else row.threshold
+                for one, (_, row) in zip(each, rows, strict=True)
+            ]
             like = [_like_norms(one, top, row) for one, (_, row) in zip(own, rows, strict=True)]
             context.threshold = context.xp.concat(like, axis=0)
-        return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
+        return context.xp.concat(each, axis=0), tuple(
+            new for _, new in answers
+        ) if self.memory else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
         return [(limit, context.row(number)) for number, limit in enumerate(limits)]
 
     def _chosen(self, context: Context) -> list[Any]:
         """Return the limit of each group; groups whose gradients are absent need none."""
-        absent = [label for label, gone in zip(context.labels, context.absent, strict=False) if gone]
-        limits: dict[Any, Limit] = {**dict.fromkeys(absent, Constant(math.inf)), **dict(self.limits)}
+        absent = [
+            label for label, gone in zip(context.labels, context.absent, strict=False) if gone
+        ]
+        limits: dict[Any, Limit] = {
+            **dict.fromkeys(absent, Constant(math.inf)),
+            **dict(self.limits),
+        }
         for label in context.labels:
             if label not in limits:
-                hint = "; PerGroup needs a scope of groups, scope=uc.scopes.groups(label)" if label is None else ""
-                known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (len(limits) > _NAMED)
-                msg = f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it alone){hint}"
+                hint = (
+                    "; PerGroup needs a scope of groups, scope=uc.scopes.groups(label)"
+                    if label is None
+                    else ""
+                )
+                known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (
+                    len(limits) > _NAMED
+                )
+                msg = (
+                    f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it "
+                    f"alone){hint}"
+                )
                 raise ValueError(msg)
         return [limits[label] for label in context.labels]
 
@@ -299,14 +357,17 @@ class PerGroup(Printed, Limit):
 def _like_norms(limit: Any, top: float, context: Context) -> Array:
     """Return a number (at most ``top``) or an array, in the shape and dtype of the norms."""
     number = isinstance(limit, (float, int))
-    return context.xp.zeros_like(context.norms) + (float(min(limit, top)) if number else context.asarray(limit))
+    return context.xp.zeros_like(context.norms) + (
+        float(min(limit, top)) if number else context.asarray(limit)
+    )
 
 
 def as_limit(value: Any) -> Limit:
     """Return a limit as it is, a number or an array as a constant limit."""
     if isinstance(value, Limit):
         return value
-    if not isinstance(value, (float, int)):  # checked first, since a compiler cannot tell what else they are
+    # Checked first, since a compiler cannot tell what else they are.
+    if not isinstance(value, (float, int)):
         fits = not callable(value) and not hasattr(value, "memory")
         called = isinstance(value, type) and issubclass(value, Limit)
         hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"

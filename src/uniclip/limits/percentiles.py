@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Limits that are percentiles of earlier norms, or track one. A step that is not finite leaves them unchanged."""
+"""Limits that are percentiles of earlier norms, or track one.
+
+A step that is not finite leaves them unchanged.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ from uniclip.limits.base import Array, Context, Remembers, align, push, zero_cou
 
 
 class History(NamedTuple):
-    """The last norms, newest first along axis 1, -1 where there is none yet; and the number of norms in each row."""
+    """The last norms, newest first along axis 1, -1 where there is none yet;
+    and the number of norms in each row.
+    """
 
     norms: Array
     count: Array
 
 
 class Histogram(NamedTuple):
-    """The number of norms up to each bin's logarithm, along axis 1; and the number of norms of each row."""
+    """The number of norms up to each bin's logarithm, along axis 1;
+    and the number of norms of each row.
+    """
 
     below: Array
     count: Array
@@ -59,7 +66,11 @@ class Percentile(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the percentile and the window."""
-        settle(self, percentile=within("percentile", self.percentile, 0, 100), window=whole("window", self.window, 1))
+        settle(
+            self,
+            percentile=within("percentile", self.percentile, 0, 100),
+            window=whole("window", self.window, 1),
+        )
         settle(self, filled=flag("filled", self.filled))
 
     def init(self, norms: Array, context: Context) -> History:
@@ -72,7 +83,10 @@ class Percentile(Remembers):
         count = xp.where(state.count < self.window, state.count + 1, self.window)
         if self.filled:
             begins = align(xp, state.count, history) < 1
-            history, count = xp.where(begins, xp.expand_dims(norms, axis=1), history), 0 * count + self.window
+            history, count = (
+                xp.where(begins, xp.expand_dims(norms, axis=1), history),
+                0 * count + self.window,
+            )
         low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
         select = _select_on_host if isinstance(history, np.ndarray) else _select
         lower, upper = select(context, history, count, low, high)
@@ -83,8 +97,8 @@ class Percentile(Remembers):
 class PercentileOfAll(Remembers):
     """Allow a percentile of all norms so far, this step's included, to within half a percent.
 
-    Norms are counted in bins of their logarithms, 0.01 wide. The state takes 77 kB for each norm, or 582 kB in
-    float64, whose range is wider.
+    Norms are counted in bins of their logarithms, 0.01 wide. The state takes 77 kB for each norm,
+    or 582 kB in float64, whose range is wider.
 
     Parameters
     ----------
@@ -138,20 +152,25 @@ class PercentileOfAll(Remembers):
         bin_ = xp.sum(xp.astype(below <= align(xp, rank, below), xp.int32), axis=1)
         log = first + self.step * (xp.astype(bin_, dtype) - 0.5)
         most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may overflow
-        root = xp.exp(xp.where(log > most, most, log) / 2)  # some implementations overflow a little earlier
+        # Some implementations overflow a little earlier.
+        root = xp.exp(xp.where(log > most, most, log) / 2)
         return root * root
 
     def _range(self, xp: Any, norms: Array) -> tuple[float, int]:
         """Return the smallest logarithm of a dtype, and the number of its bins."""
-        return (self.first, self.bins) if norms.dtype == xp.float32 else (self.first_wide, self.bins_wide)
+        return (
+            (self.first, self.bins)
+            if norms.dtype == xp.float32
+            else (self.first_wide, self.bins_wide)
+        )
 
 
 @dataclass(frozen=True, repr=False)
 class TrackedQuantile(Remembers):
     """Allow a limit that moves until the share of norms within it is ``quantile``.
 
-    After each step ``limit ← limit · exp(-rate · (share - quantile))``, where share is the share of the
-    norms of one group (such as the examples of a batch) within the limit.
+    After each step ``limit ← limit · exp(-rate · (share - quantile))``, where share is the share of
+    the norms of one group (such as the examples of a batch) within the limit.
 
     Parameters
     ----------
@@ -166,8 +185,8 @@ class TrackedQuantile(Remembers):
 
     Notes
     -----
-    The share is exact, and computed on each device alone. Differential privacy needs noise on it, and several devices
-    need to agree on one share.
+    The share is exact, and computed on each device alone. Differential privacy needs noise on it,
+    and several devices need to agree on one share.
 
     Examples
     --------
@@ -190,19 +209,26 @@ class TrackedQuantile(Remembers):
         settle(self, rate=nonnegative("rate", self.rate), start=positive("start", self.start))
         settle(self, min=within("min", self.min, 0, math.inf), max=positive("max", self.max))
         if not self.min <= self.start <= self.max:
-            msg = f"start must be from min to max, got start={self.start}, min={self.min}, max={self.max}"
+            msg = (
+                f"start must be from min to max, got start={self.start}, min={self.min}, "
+                f"max={self.max}"
+            )
             raise ValueError(msg)
 
     def init(self, norms: Array, context: Context) -> Thresholds:
         """Begin with the first limit."""
         return Thresholds(context.xp.astype(zero_counts(context), norms.dtype) + self.start)
 
-    def __call__(self, norms: Array, state: Thresholds, context: Context) -> tuple[Array, Thresholds]:
+    def __call__(
+        self, norms: Array, state: Thresholds, context: Context
+    ) -> tuple[Array, Thresholds]:
         """Count the norms within the limit."""
         xp, limits = context.xp, state.limits
         rows = align(xp, limits, norms)
         count = _over_kept(xp, xp.ones_like(norms))
-        share = _over_kept(xp, xp.astype(norms <= rows, norms.dtype)) / xp.where(count > 0, count, 1.0)
+        share = _over_kept(xp, xp.astype(norms <= rows, norms.dtype)) / xp.where(
+            count > 0, count, 1.0
+        )
         moved = xp.where(count > 0, limits * xp.exp(-self.rate * (share - self.quantile)), limits)
         if self.min:
             moved = xp.where(moved < self.min, self.min, moved)
@@ -218,7 +244,9 @@ def _over_kept(xp: Any, values: Array) -> Array:
 
 
 def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, Array]:
-    """Return the two ranks between which a percentile of ``count`` values lies, and its position between them."""
+    """Return the two ranks between which a percentile of ``count`` values lies,
+    and its position between them.
+    """
     position = xp.astype(count - 1, dtype) * (q / 100)
     nearest = xp.round(position)  # or rounding would mix in the next value, which may be huge
     position = xp.where(xp.abs(position - nearest) <= 1e-6 * (1 + position), nearest, position)
@@ -227,7 +255,9 @@ def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, A
     return low, xp.where(low + 1 < count, low + 1, low), position - floor
 
 
-def _select(context: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
+def _select(
+    context: Context, history: Array, count: Array, low: Array, high: Array
+) -> tuple[Array, Array]:
     """Return the norms of each row at two ranks."""
     xp, window = context.xp, history.shape[1]
     in_order, none_yet = xp.sort(history, axis=1), window - count  # missing entries come first
@@ -240,7 +270,9 @@ def _select(context: Context, history: Array, count: Array, low: Array, high: Ar
     return at(low), at(high)
 
 
-def _select_on_host(_: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
+def _select_on_host(
+    _: Context, history: Array, count: Array, low: Array, high: Array
+) -> tuple[Array, Array]:
     """Return the norms of each row at two neighboring ranks, computed by NumPy."""
     most = count.max(initial=1)
     kept = history[:, :most]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Limits in standard deviations above the mean of earlier norms. A step that is not finite changes neither."""
+"""Limits in standard deviations above the mean of earlier norms.
+
+A step that is not finite changes neither.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
 
 class Moments(NamedTuple):
-    """Mean and variance of each norm, and the number of steps of each row (in `LogZScore` of each norm)."""
+    """Mean and variance of each norm, and the number of steps of each row (in `LogZScore` of
+    each norm).
+    """
 
     means: Array
     variances: Array
@@ -40,7 +45,10 @@ class NormsAndLosses(NamedTuple):
     norms: Array
     """-1 where there is none yet."""
     losses: Array
-    """One row for all norms; the largest float32 where there is none yet, since a loss may be negative."""
+    """One row for all norms.
+
+    The largest float32 where there is none yet, since a loss may be negative.
+    """
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,16 +62,18 @@ class ZScore(Remembers):
     decay : float
         Decay of the running mean and variance, which are updated with the norms after clipping.
     target : {"reciprocal", "mean", "threshold"}, default "reciprocal"
-        The norm that a spike is scaled to: ``mean + z²/score · std`` (lower for a higher spike), the mean, or
-        ``mean + z · std``.
+        The norm that a spike is scaled to: ``mean + z²/score · std`` (lower for a higher spike),
+        the mean, or ``mean + z · std``.
     warmup : int, default 25
-        The number of first steps, at least 2, without a limit; mean and variance are then those of all norms so far.
+        The number of first steps, at least 2, without a limit; mean and variance are then those of
+        all norms so far.
     eps : float, default 1e-6
         Added to the standard deviation in the z-score.
     clip_factor : float, default 1
         Multiplies the target ``"reciprocal"``.
     skip_update_on_spike : bool, default False
-        Whether mean and variance stay as they were at a spike, instead of being updated with its target.
+        Whether mean and variance stay as they were at a spike, instead of being updated with its
+        target.
 
     Examples
     --------
@@ -89,7 +99,10 @@ class ZScore(Remembers):
         settle(self, eps=nonnegative("eps", self.eps))
         one_of("target", self.target, get_args(Target))
         if self.clip_factor != 1 and self.target != "reciprocal":
-            msg = f"clip_factor is for target='reciprocal' only, got {self.clip_factor} and target={self.target!r}"
+            msg = (
+                f"clip_factor is for target='reciprocal' only, got {self.clip_factor} and "
+                f"target={self.target!r}"
+            )
             raise ValueError(msg)
 
     def init(self, norms: Array, context: Context) -> Moments:
@@ -107,7 +120,8 @@ class ZScore(Remembers):
         target = self._target(mean, std, far / xp.where(spike, excess, 1.0))
         weight = xp.where(known, 1 - self.decay, 1 / xp.astype(steps, n.dtype))
         change, left = xp.where(spike, at_most(xp, target, n), n) - mean, 1 - weight
-        # The published rule uses the deviation from the new mean; in the warm-up this is the plain variance.
+        # The published rule uses the deviation from the new mean; in the warm-up this is the plain
+        # variance.
         square = weight * change**2 * xp.where(known, left, 1.0)
         means, variances = mean + weight * change, left * (variance + square)
         if self.skip_update_on_spike:
@@ -124,22 +138,24 @@ class ZScore(Remembers):
 
 @dataclass(frozen=True, repr=False)
 class LogZScore(Remembers):
-    """Allow ``z`` standard deviations above the mean logarithm, and scale larger norms to ``exp(mean)``.
+    """Allow ``z`` standard deviations above the mean logarithm.
+
+    Larger norms are scaled to ``exp(mean)``.
 
     Parameters
     ----------
     z : float
         The z-score above which a norm is a spike.
     decay : float
-        Decay of the running mean and variance of the logarithms. They are updated with every norm, before it is
-        compared; the first norms are weighted equally.
+        Decay of the running mean and variance of the logarithms. They are updated with every norm,
+        before it is compared; the first norms are weighted equally.
     eps : float, default 1e-8
         The smallest variance.
 
     Notes
     -----
-    Since this step's norm counts, no z-score exceeds ``√(decay/(1 - decay))``, 4.4 for a decay of 0.95. A norm of
-    0, which has no logarithm, does not change the averages.
+    Since this step's norm counts, no z-score exceeds ``√(decay/(1 - decay))``, 4.4 for a decay of
+    0.95. A norm of 0, which has no logarithm, does not change the averages.
 
     Examples
     --------
@@ -180,20 +196,24 @@ class LogZScore(Remembers):
 
 @dataclass(frozen=True, repr=False)
 class RollingZScore(Remembers):
-    """Allow ``z`` standard deviations above the mean of the last norms, and 0 if the loss is as far above its mean.
+    """Allow ``z`` standard deviations above the mean of the last norms.
+
+    The limit is 0 if the loss is as far above its mean.
 
     Parameters
     ----------
     z : float
         The z-score above which a norm, or the loss, is a spike.
     window : int
-        The number of norms and losses that are kept, spikes included. This step's are added after they are compared.
+        The number of norms and losses that are kept, spikes included. This step's are added after
+        they are compared.
     warmup : int
         The number of norms, or losses, at least 2, that must be there before one can be a spike.
 
     Notes
     -----
-    The variance is the unbiased one. After the warm-up a loss of NaN or ∞ is a spike; it is not kept.
+    The variance is the unbiased one. After the warm-up a loss of NaN or ∞ is a spike; it is not
+    kept.
 
     Examples
     --------
@@ -221,7 +241,9 @@ class RollingZScore(Remembers):
         losses = context.asarray(losses + unlimited(xp, losses), xp.float32)
         return NormsAndLosses(zeros(context, self.window) - 1, losses)
 
-    def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
+    def __call__(
+        self, norms: Array, state: NormsAndLosses, context: Context
+    ) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then add to them."""
         xp, losses, loss = context.xp, state.losses, context.loss
         thresholds = limits = self._threshold(xp, state.norms, state.norms >= 0)
@@ -245,8 +267,11 @@ class RollingZScore(Remembers):
         mean = xp.sum(values, axis=1, keepdims=True) / count
         change = xp.where(known, values - mean, 0.0)
         std = L2.root(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
-        rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
-        return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]
+        # or equal norms would be spikes
+        rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)
+        return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[
+            :, 0, ...
+        ]
 
 
 def _above(xp: Any, log: Array, norms: Array) -> Array:

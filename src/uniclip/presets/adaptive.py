@@ -40,7 +40,9 @@ __all__ = [
 
 
 @preset
-def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate") -> Rule:
+def autoclip(
+    percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Clip all leaves to a percentile of the global norms so far, this step's included.
 
     Source: Seetharaman, Wichern, Pardo and Le Roux, *AutoClip*, arXiv:2007.14469.
@@ -48,24 +50,26 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     Parameters
     ----------
     percentile : float, default 10
-        The paper's 10 clips nine of ten steps, close to normalizing. 90 to 99 clips only spikes; 100
-        clips nothing (with a window).
+        The paper's 10 clips nine of ten steps, close to normalizing. 90 to 99 clips only spikes;
+        100 clips nothing (with a window).
     window : int or None, default 10000
-        How many of the latest norms count. With ``None`` all count, as in the paper, to within half a percent.
+        How many of the latest norms count. With ``None`` all count, as in the paper, to within half
+        a percent.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``percentile`` is not from 0 to 100, a share such as 0.95 (write 95), or ``window`` below 1.
+        If ``percentile`` is not from 0 to 100, a share such as 0.95 (write 95), or ``window`` below
+        1.
 
     Notes
     -----
     For less than one percent write ``uc.Rule(uc.limits.Percentile(0.5, window))``.
 
-    The published code keeps a NaN in its history forever, and saves the history in no checkpoint; its port to
-    TensorFlow takes the percentile of global norms, but clips each tensor by itself.
+    The published code keeps a NaN in its history forever, and saves the history in no checkpoint;
+    its port to TensorFlow takes the percentile of global norms, but clips each tensor by itself.
 
     Examples
     --------
@@ -73,7 +77,11 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 3.0, 100.0)]
     [1.0, 1.5, 2.0, 2.5]
     """
-    _in_percent("percentile", percentile, "PercentileOfAll({})" if window is None else "Percentile({}, window)")
+    _in_percent(
+        "percentile",
+        percentile,
+        "PercentileOfAll({})" if window is None else "Percentile({}, window)",
+    )
     return Rule(
         PercentileOfAll(percentile) if window is None else Percentile(percentile, window),
         scope=all_leaves,
@@ -85,8 +93,14 @@ def _in_percent(name: str, value: float, limit: str = "") -> None:
     """Refuse a fraction where a percentage is wanted."""
     share = number(name, value)
     if 0 < share < 1:
-        hint = f"; write uc.Rule(uc.limits.{limit.format(share)}) if it is really meant" if limit else ""
-        msg = f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}{hint}"
+        hint = (
+            f"; write uc.Rule(uc.limits.{limit.format(share)}) if it is really meant"
+            if limit
+            else ""
+        )
+        msg = (
+            f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}{hint}"
+        )
         raise ValueError(msg)
 
 
@@ -94,16 +108,20 @@ def _at_least_one(ratio: float) -> None:
     """Refuse a growth where a ratio is wanted: with a ratio below 1 every norm would shrink."""
     if isinstance(ratio, Real) and ratio < 1:
         share = float(ratio)
-        hint = f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
+        hint = (
+            f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
+        )
         within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
 @preset
-def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
+def percentile_clipping(
+    percentile: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Clip each leaf to a percentile of its own last ``window`` norms, this step's included.
 
-    Source: Dettmers et al., *8-bit optimizers*, arXiv:2110.02861; ``percentile_clipping`` of bitsandbytes, which
-    0.50 removed.
+    Source: Dettmers et al., *8-bit optimizers*, arXiv:2110.02861; ``percentile_clipping`` of
+    bitsandbytes, which 0.50 removed.
 
     Parameters
     ----------
@@ -117,7 +135,8 @@ def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: No
     Raises
     ------
     ValueError
-        If ``percentile`` is not from 0 to 100, a share such as 0.05 (write 5), or ``window`` below 2.
+        If ``percentile`` is not from 0 to 100, a share such as 0.05 (write 5), or ``window`` below
+        2.
 
     Examples
     --------
@@ -129,7 +148,11 @@ def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: No
     percentile, window = whole("percentile", percentile, 0), whole("window", window, 2)
     within("percentile", percentile, 0, 100)
     rank = min(percentile * window // 100, window - 1)
-    return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
+    return Rule(
+        Percentile(100 * rank / (window - 1), window, filled=True),
+        scope=each_leaf,
+        nonfinite=nonfinite,
+    )
 
 
 @preset
@@ -143,7 +166,9 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     skip_update_on_spike: bool = False,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Clip all leaves where the global norm is more than ``z`` standard deviations above its running mean.
+    """Clip all leaves where the global norm is a spike.
+
+    A spike is more than ``z`` standard deviations above the running mean.
 
     Source: Kumar, Owen, Chowdhury and Güra, *ZClip*, arXiv:2504.02507.
 
@@ -154,32 +179,33 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     decay : float, default 0.97
         Decay of the running mean and variance, which are updated with the norms after clipping.
     target : {"reciprocal", "mean", "threshold"}, default "reciprocal"
-        The norm that a spike with z-score s is scaled to: ``mean + z²/s · std`` (lower for a higher spike), the
-        mean, or ``mean + z · std``.
+        The norm that a spike with z-score s is scaled to: ``mean + z²/s · std`` (lower for a higher
+        spike), the mean, or ``mean + z · std``.
     warmup : int, default 25
-        The number of first steps, at least 2, that are not clipped; mean and variance are then those of all norms.
+        The number of first steps, at least 2, that are not clipped; mean and variance are then
+        those of all norms.
     clip_factor : float, default 1
         Multiplies the target ``"reciprocal"``, mean included: 0.5 to 0.9 clip spikes harder.
     skip_update_on_spike : bool, default False
-        Do not update mean and variance at a spike; by default they are updated with its target. The spike is
-        clipped either way. No step is skipped: for that use `skip_spikes`.
+        Do not update mean and variance at a spike; by default they are updated with its target. The
+        spike is clipped either way. No step is skipped: for that use `skip_spikes`.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If a number is out of range, ``target`` is not one of the three, or ``clip_factor`` is given with a target
-        other than ``"reciprocal"``.
+        If a number is out of range, ``target`` is not one of the three, or ``clip_factor`` is given
+        with a target other than ``"reciprocal"``.
 
     Notes
     -----
     The reference implementation also limits every norm to 1.0 (``max_grad_norm``): for that,
-    ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN makes mean and variance NaN forever, a norm of ∞
-    makes the gradients NaN, and no checkpoint has the statistics. What it calls "percentile" is
-    ``target="threshold"``; many ports have only that. Its docstring multiplies only the deviation by ``clip_factor``;
-    its code, as here, the mean too. If all norms were equal, their standard deviation is 0, and from then on any
-    higher norm is a spike.
+    ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN makes mean and variance NaN
+    forever, a norm of ∞ makes the gradients NaN, and no checkpoint has the statistics. What it
+    calls "percentile" is ``target="threshold"``; many ports have only that. Its docstring
+    multiplies only the deviation by ``clip_factor``; its code, as here, the mean too. If all norms
+    were equal, their standard deviation is 0, and from then on any higher norm is a spike.
 
     Examples
     --------
@@ -187,23 +213,29 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 100.0)]
     [1.0, 2.0, 1.0, 2.0, 1.52]
     """
-    limit = ZScore(z, decay, target, warmup, clip_factor=clip_factor, skip_update_on_spike=skip_update_on_spike)
+    limit = ZScore(
+        z, decay, target, warmup, clip_factor=clip_factor, skip_update_on_spike=skip_update_on_spike
+    )
     return Rule(limit, scope=all_leaves, nonfinite=nonfinite)
 
 
 @preset
 def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Clip all leaves to the usual global norm where its logarithm is ``z`` standard deviations above the mean.
+    """Clip all leaves to the usual global norm where the logarithm of theirs is a spike.
 
-    Source: Chorowski, Bahdanau, Cho and Bengio, *End-to-end continuous speech recognition*, arXiv:1412.1602,
-    and TensorFlow's former ``adaptive_clipping_fn``.
+    A spike is ``z`` standard deviations above the mean.
+
+    Source: Chorowski, Bahdanau, Cho and Bengio, *End-to-end continuous speech recognition*,
+    arXiv:1412.1602, and TensorFlow's former ``adaptive_clipping_fn``.
 
     Parameters
     ----------
     z : float, default 2
-        The z-score of a spike; this step's norm counts, so that no z-score exceeds 4.4 with the default decay.
+        The z-score of a spike; this step's norm counts, so that no z-score exceeds 4.4 with the
+        default decay.
     decay : float, default 0.95
-        Decay of the running mean and variance of the logarithms; the first norms are weighted equally.
+        Decay of the running mean and variance of the logarithms; the first norms are weighted
+        equally.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -214,8 +246,9 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
 
     Notes
     -----
-    Without ``global_step`` TensorFlow's function begins with a mean logarithm of 0, a limit of about 1; here the
-    first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(max_norm))``.
+    Without ``global_step`` TensorFlow's function begins with a mean logarithm of 0, a limit of
+    about 1; here the first norm is the first mean. Its ``static_max_norm`` is
+    ``uc.chain(uc.log_zscore(), uc.by_global_norm(max_norm))``.
 
     Examples
     --------
@@ -246,8 +279,8 @@ def adagc(
     ratio, decay : float, defaults 1.05 and 0.98
         Later code of the authors has 1.03 and 0.98, or 1.04 and 0.99.
     warmup : int, default 100
-        The number of first steps in which all leaves are clipped together, to the global norm ``warmup_norm``; each
-        average begins with the leaf's smallest norm in these steps.
+        The number of first steps in which all leaves are clipped together, to the global norm
+        ``warmup_norm``; each average begins with the leaf's smallest norm in these steps.
     warmup_norm : float, default 1.0
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
@@ -259,11 +292,12 @@ def adagc(
 
     Notes
     -----
-    It clips more than spikes: since the averages are updated with clipped norms, they sink (norms that vary by a
-    fifth are clipped at two of three steps) and rise by at most ``(1 - decay)·(ratio - 1)``, 0.1 %, per step. That is
-    harmless with Adam, which divides by the scale, but not with SGD. In the warm-up the published code uses the norms
-    before clipping; here, as in the paper, those after it. Unlike in the paper, norms of 0 do not count in the
-    warm-up: an average of 0 would keep a leaf at 0.
+    It clips more than spikes: since the averages are updated with clipped norms, they sink (norms
+    that vary by a fifth are clipped at two of three steps) and rise by at most
+    ``(1 - decay)·(ratio - 1)``, 0.1 %, per step. That is harmless with Adam, which divides by the
+    scale, but not with SGD. In the warm-up the published code uses the norms before clipping; here,
+    as in the paper, those after it. Unlike in the paper, norms of 0 do not count in the warm-up: an
+    average of 0 would keep a leaf at 0.
 
     Examples
     --------
@@ -295,8 +329,8 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
 
     Notes
     -----
-    After one tiny gradient the next ones stay tiny for long; after a zero gradient they stay zero. The first norm
-    above 0 is the first limit.
+    After one tiny gradient the next ones stay tiny for long; after a zero gradient they stay zero.
+    The first norm above 0 is the first limit.
 
     Examples
     --------
@@ -309,11 +343,15 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
 
 
 @preset
-def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip") -> Rule:
-    """Set all gradients to 0 where their global norm, or the loss, is ``z`` standard deviations above its rolling mean.
+def skip_spikes(
+    z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip"
+) -> Rule:
+    """Set all gradients to 0 where their global norm, or the loss, is a spike.
 
-    Source: the ``SkipStep`` optimizers of OLMo-core; compare PaLM, arXiv:2204.02311. Pass the loss to
-    ``update(..., loss=loss)`` or ``clipper(grads, loss=loss)``; it is optional.
+    A spike is ``z`` standard deviations above the rolling mean.
+
+    Source: the ``SkipStep`` optimizers of OLMo-core; compare PaLM, arXiv:2204.02311. Pass the loss
+    to ``update(..., loss=loss)`` or ``clipper(grads, loss=loss)``; it is optional.
 
     Parameters
     ----------
@@ -332,13 +370,14 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
 
     Notes
     -----
-    An optimizer with momentum or weight decay changes parameters at gradients of 0 too: take no step where
-    ``report.skipped`` is true (`uniclip.integrations.torch.attach` takes none).
+    An optimizer with momentum or weight decay changes parameters at gradients of 0 too: take no
+    step where ``report.skipped`` is true (`uniclip.integrations.torch.attach` takes none).
 
-    As in OLMo-core only values above the mean are spikes (its versions of 2024 also skipped steps as far below).
-    Unlike there, the loss is optional, and norms and losses each need their own ``warmup`` earlier values. OLMo-core
-    judges both as soon as there is half a window of losses, this step's included: one step sooner. No checkpoint has
-    its windows, so that every restart has 64 steps without detection; here they are in the state.
+    As in OLMo-core only values above the mean are spikes (its versions of 2024 also skipped steps
+    as far below). Unlike there, the loss is optional, and norms and losses each need their own
+    ``warmup`` earlier values. OLMo-core judges both as soon as there is half a window of losses,
+    this step's included: one step sooner. No checkpoint has its windows, so that every restart has
+    64 steps without detection; here they are in the state.
 
     Examples
     --------
@@ -348,15 +387,23 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
     """
     window = whole("window", window, 2)
     enough = max(2, window // 2) if warmup is None else warmup
-    return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=reject, nonfinite=nonfinite)
+    return Rule(
+        RollingZScore(z, window, enough), scope=all_leaves, curve=reject, nonfinite=nonfinite
+    )
 
 
 @preset
-def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
+def spam(
+    factor: float = 5000.0,
+    decay: float = 0.999,
+    warmup: int = 20,
+    *,
+    nonfinite: NonFinite = "propagate",
+) -> Rule:
     """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
 
-    Source: the clipping in Huang et al., *SPAM*, arXiv:2501.06842. The momentum reset of that optimizer is not part
-    of it; make a new state where you reset.
+    Source: the clipping in Huang et al., *SPAM*, arXiv:2501.06842. The momentum reset of that
+    optimizer is not part of it; make a new state where you reset.
 
     Parameters
     ----------
@@ -375,9 +422,9 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
 
     Notes
     -----
-    The state is as large as the gradients. Since v begins at 0, an entry is clipped at ten times its usual size
-    after 20 steps, at 22 times after 100, in the end at 71 times. An entry that was always 0 is not limited; in the
-    reference implementation it stays 0 forever.
+    The state is as large as the gradients. Since v begins at 0, an entry is clipped at ten times
+    its usual size after 20 steps, at 22 times after 100, in the end at 71 times. An entry that was
+    always 0 is not limited; in the reference implementation it stays 0 forever.
 
     Examples
     --------
@@ -389,8 +436,12 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
 
 
 @preset
-def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Normalize each leaf to the running mean of its norms divided by their running root mean square, about 1.
+def adagn(
+    mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Normalize each leaf to a ratio of two running averages of its norms, about 1.
+
+    The first is their mean, the second their root mean square.
 
     Source: AdaGN in Huang et al., *Stable-SPAM* (now *GradientStabilizer*), arXiv:2502.17055.
 
@@ -407,8 +458,8 @@ def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonF
 
     Notes
     -----
-    The size of the gradient is lost, which matters for SGD. The result is above 1 while norms grow, and too small in
-    the steps after a spike.
+    The size of the gradient is lost, which matters for SGD. The result is above 1 while norms grow,
+    and too small in the steps after a spike.
 
     Examples
     --------
@@ -416,4 +467,6 @@ def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonF
     >>> [round(clipper([np.asarray([n])])[0].item(), 4) for n in (1.0, 1.0, 1.0, 100.0, 1.0)]
     [1.0, 1.0, 1.0, 0.7433, 0.5543]
     """
-    return Rule(MeanOverRms(mean_decay, square_decay), scope=each_leaf, curve=normalize, nonfinite=nonfinite)
+    return Rule(
+        MeanOverRms(mean_decay, square_decay), scope=each_leaf, curve=normalize, nonfinite=nonfinite
+    )

@@ -19,7 +19,9 @@ __all__ = ["auto_s", "by_example_layer_norm", "by_example_norm", "by_example_qua
 
 
 @preset
-def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
+def by_example_norm(
+    max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Scale each example's gradient, over all leaves, to a norm of at most ``max_norm``.
 
     Source: Abadi et al., *Deep learning with differential privacy*, arXiv:1607.00133.
@@ -37,8 +39,8 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
     Raises
     ------
     ValueError
-        If ``max_norm`` is negative or NaN; when gradients are clipped, if leaves differ in their number of
-        examples.
+        If ``max_norm`` is negative or NaN; when gradients are clipped, if leaves differ in their
+        number of examples.
 
     Examples
     --------
@@ -52,11 +54,13 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
 
 
 @preset
-def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient leaf by leaf, so that its norm over all leaves is at most ``max_norm``.
+def by_example_layer_norm(
+    max_norm: Number, *, by_size: bool = False, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Scale each example's gradient leaf by leaf, to a norm over all of at most ``max_norm``.
 
-    Source: McMahan, Ramage, Talwar and Zhang, *Learning differentially private recurrent language models*,
-    arXiv:1710.06963.
+    Source: McMahan, Ramage, Talwar and Zhang, *Learning differentially private recurrent language
+    models*, arXiv:1710.06963.
 
     Parameters
     ----------
@@ -95,10 +99,9 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 ) -> Rule:
     """Scale each example's gradient to a limit that follows a quantile of the examples' norms.
 
-    After each step the limit c becomes ``c · exp(-rate · (share - quantile))``, where share is the share of the
-    examples within c. Source:
-    Andrew, Thakkar, McMahan and Ramaswamy, *Differentially private learning with adaptive clipping*,
-    arXiv:1905.03871; Opacus calls it AdaClip.
+    After each step the limit c becomes ``c · exp(-rate · (share - quantile))``, where share is the
+    share of the examples within c. Source: Andrew, Thakkar, McMahan and Ramaswamy, *Differentially
+    private learning with adaptive clipping*, arXiv:1905.03871; Opacus calls it AdaClip.
 
     Parameters
     ----------
@@ -118,8 +121,9 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 
     Notes
     -----
-    The share is exact, and computed on each device alone. For privacy it needs noise, which uniclip does not add:
-    update c by the paper's formula with your own noisy share, and pass c to `by_example_norm`.
+    The share is exact, and computed on each device alone. For privacy it needs noise, which uniclip
+    does not add: update c by the paper's formula with your own noisy share, and pass c to
+    `by_example_norm`.
 
     Examples
     --------
@@ -128,15 +132,19 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     >>> print(round(float(clipper.state.limits[0]), 6))
     0.904837
     """
-    return Rule(TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite)
+    return Rule(
+        TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite
+    )
 
 
 @preset
-def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
+def auto_s(
+    max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``, which needs no tuned limit.
 
-    Source: AUTO-S in Bu, Wang, Zha and Karypis, *Automatic clipping*, arXiv:2206.07136. With ``gamma=r`` and
-    ``max_norm=1`` it is the normalization of Yang et al., arXiv:2206.13033.
+    Source: AUTO-S in Bu, Wang, Zha and Karypis, *Automatic clipping*, arXiv:2206.07136. With
+    ``gamma=r`` and ``max_norm=1`` it is the normalization of Yang et al., arXiv:2206.13033.
 
     Parameters
     ----------
@@ -162,9 +170,12 @@ def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite
 
 @preset
 def psac(max_norm: MaxNorm = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``, which keeps tiny gradients small.
+    """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``.
 
-    Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*, arXiv:2212.00328.
+    This keeps tiny gradients small.
+
+    Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*,
+    arXiv:2212.00328.
 
     Parameters
     ----------
@@ -181,8 +192,8 @@ def psac(max_norm: MaxNorm = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "pro
 
     Notes
     -----
-    A fork of Opacus multiplies by the weight where it should divide: there large gradients end near 0, here near
-    ``max_norm``.
+    A fork of Opacus multiplies by the weight where it should divide: there large gradients end near
+    0, here near ``max_norm``.
 
     Examples
     --------

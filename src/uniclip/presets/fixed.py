@@ -61,7 +61,9 @@ def by_norm(
     curve: Curve = hard,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale each leaf, or each slice along ``axis``, to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
+    """Scale each leaf, or each slice along ``axis``, to a norm of at most ``max_norm``.
+
+    The result is ``g · min(1, max_norm/‖g‖)``.
 
     Source: Pascanu, Mikolov and Bengio, *On the difficulty of training recurrent neural networks*,
     arXiv:1211.5063.
@@ -75,7 +77,8 @@ def by_norm(
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
     curve : callable, default hard
-        What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner there.
+        What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner
+        there.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -101,7 +104,9 @@ def by_norm(
 
 @preset
 def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
+    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, with N its number of entries.
+
+    This is not the RMS, which is ``‖g‖₂/√N``.
 
     Source: ``clip_by_average_norm`` of TensorFlow 1.
 
@@ -134,7 +139,9 @@ def by_global_norm(
     curve: Curve = hard,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale all leaves by one factor to a global norm of at most ``max_norm``, which keeps the direction.
+    """Scale all leaves by one factor to a global norm of at most ``max_norm``.
+
+    This keeps the direction.
 
     Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
 
@@ -145,10 +152,11 @@ def by_global_norm(
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
     skip_above : float, optional
-        A norm above which the whole step is skipped: the gradients become 0, and ``report.skipped`` is true, which the
-        adapters follow. For NaN and ∞ see ``nonfinite="skip"``.
+        A norm above which the whole step is skipped: the gradients become 0, and ``report.skipped``
+        is true, which the adapters follow. For NaN and ∞ see ``nonfinite="skip"``.
     curve : callable, default hard
-        What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner there.
+        What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner
+        there.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -157,7 +165,8 @@ def by_global_norm(
     TypeError
         If ``skip_above`` is not a number, or beside another curve.
     ValueError
-        If ``max_norm`` is negative or NaN, ``ord`` below 1, or ``skip_above`` 0 or less, or below ``max_norm``.
+        If ``max_norm`` is negative or NaN, ``ord`` below 1, or ``skip_above`` 0 or less, or below
+        ``max_norm``.
 
     Examples
     --------
@@ -178,7 +187,9 @@ def by_global_norm(
 
 @preset
 def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to a root mean square of at most ``max_norm``: ``g · min(1, max_norm·√N/‖g‖₂)``.
+    """Scale each leaf to a root mean square of at most ``max_norm``.
+
+    The result is ``g · min(1, max_norm·√N/‖g‖₂)``.
 
     Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
 
@@ -204,7 +215,11 @@ def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Ru
 
 @preset
 def by_group_norm(
-    max_norm: Mapping[Any, MaxNorm], label: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
+    max_norm: Mapping[Any, MaxNorm],
+    label: Label,
+    ord: float = 2,
+    *,
+    nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Clip the joint norm of each group of leaves to the group's own limit.
 
@@ -213,8 +228,8 @@ def by_group_norm(
     max_norm : mapping of label to float, 0-d array, or Limit
         One for each label; ``math.inf`` does not clip a group.
     label : callable
-        ``label(path, leaf)`` returns the group of a leaf; ``path`` is the tuple of keys that leads to
-        it, such as ``("encoder", 0, "weight")``.
+        ``label(path, leaf)`` returns the group of a leaf; ``path`` is the tuple of keys that leads
+        to it, such as ``("encoder", 0, "weight")``.
     ord : float, default 2
         The order of the norm, at least 1.
     nonfinite : str, default "propagate"
@@ -235,12 +250,16 @@ def by_group_norm(
 
 
 @preset
-def to_global_norm(max_norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Normalize all leaves by one factor to global norm ``max_norm``, smaller gradients too: ``g · max_norm/‖g‖``.
+def to_global_norm(
+    max_norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Normalize all leaves by one factor to global norm ``max_norm``: ``g · max_norm/‖g‖``.
 
-    This is normalized gradient descent; zeros stay zero. Source: Hazan, Levy and Shalev-Shwartz, *Beyond convexity*,
-    arXiv:1507.02030; with momentum, Cutkosky and Mehta, arXiv:2002.03305.
-    The size of the gradient is lost: the learning rate alone sets the length of a step.
+    Smaller gradients are scaled, too.
+
+    This is normalized gradient descent; zeros stay zero. Source: Hazan, Levy and Shalev-Shwartz,
+    *Beyond convexity*, arXiv:1507.02030; with momentum, Cutkosky and Mehta, arXiv:2002.03305. The
+    size of the gradient is lost: the learning rate alone sets the length of a step.
 
     Parameters
     ----------

@@ -21,38 +21,43 @@ def agc(
     *,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale each output unit's gradient to a norm of at most ``ratio · max(‖w‖, eps)``, w the unit's weights.
+    """Scale each output unit's gradient to a norm of at most ``ratio · max(‖w‖, eps)``.
+
+    Here w are the unit's weights.
 
     Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
-    normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does: in Flax
-    ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``; paths differ between frameworks. Check
-    the report, which is ``None`` for leaves that are left out.
+    normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does:
+    in Flax ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``; paths
+    differ between frameworks. Check the report, which is ``None`` for leaves that are left out.
 
     Parameters
     ----------
     ratio : float or 0-d array, default 0.01
-        The paper's value for SGD with batches of 4,096; up to 0.16 for small batches. With Adam 0.01 often
-        clips far too much.
+        The paper's value for SGD with batches of 4,096; up to 0.16 for small batches. With Adam
+        0.01 often clips far too much.
     eps : float, default 1e-3
-        The smallest norm of weights that is used; without it weights that begin at zero could never change.
+        The smallest norm of weights that is used; without it weights that begin at zero could never
+        change.
     axis : int or tuple of int, optional
-        The axes that one norm covers, as in optax. By default all but the output axis, which is the first in PyTorch
-        and the last elsewhere; then a vector or a scalar is one unit.
+        The axes that one norm covers, as in optax. By default all but the output axis, which is the
+        first in PyTorch and the last elsewhere; then a vector or a scalar is one unit.
     ord : float, default 2
-        The order of the norm of gradients and weights, at least 1, as ``norm_type`` in timm; ``math.inf`` is the
-        largest modulus.
+        The order of the norm of gradients and weights, at least 1, as ``norm_type`` in timm;
+        ``math.inf`` is the largest modulus.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``ratio`` or ``eps`` is negative or NaN, or ``ord`` below 1; when gradients are clipped, without ``params``.
+        If ``ratio`` or ``eps`` is negative or NaN, or ``ord`` below 1; when gradients are clipped,
+        without ``params``.
 
     Notes
     -----
-    Embedding tables, transposed and depthwise convolutions have their units along another axis: use `masked` and
-    ``axis``. The reference implementation treats (n, 1, 1, 1) as one unit; other ports clip whole leaves.
+    Embedding tables, transposed and depthwise convolutions have their units along another axis: use
+    `masked` and ``axis``. The reference implementation treats (n, 1, 1, 1) as one unit; other ports
+    clip whole leaves.
 
     Examples
     --------
@@ -66,20 +71,23 @@ def agc(
 
 
 @preset
-def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each row of an embedding table's gradient to at most ``ratio · count · max(‖row‖, eps)``.
+def cowclip(
+    counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Scale each row of an embedding's gradient to at most ``ratio · count · max(‖row‖, eps)``.
 
-    Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it alone, or
-    use `masked`. The gradient of the table must be dense.
+    Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it alone,
+    or use `masked`. The gradient of the table must be dense.
 
     Parameters
     ----------
     counts : array, of shape (rows,)
-        How often each row's id occurs in the batch, 1 for ids that do not; of any real dtype, also a NumPy array.
-        Make a new rule at each step.
+        How often each row's id occurs in the batch, 1 for ids that do not; of any real dtype, also
+        a NumPy array. Make a new rule at each step.
     ratio : float, default 1
     eps : float, default 1e-5
-        The smallest norm of a row that is used; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for Avazu.
+        The smallest norm of a row that is used; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for
+        Avazu.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -101,14 +109,18 @@ def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: 
 
 @preset
 def larc(
-    lr: Number, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
+    lr: Number,
+    trust_coefficient: float = 0.02,
+    weight_decay: float = 0.0,
+    *,
+    nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale each leaf so that a step at the learning rate ``lr`` is at most ``trust_coefficient · ‖w‖`` long.
+    """Scale each leaf so that a step of rate ``lr`` is at most ``trust_coefficient · ‖w‖`` long.
 
-    The factor is ``min(1, trust_coefficient·‖w‖ / (lr·(‖g‖ + weight_decay·‖w‖)))``. Source: the clipping mode of LARC
-    in NVIDIA's apex, after You, Gitman and Ginsburg, *Large batch training of convolutional networks*,
-    arXiv:1708.03888. There the weight decay is added to the gradient before it is scaled; here the
-    optimizer adds it afterwards, so it is not scaled.
+    The factor is ``min(1, trust_coefficient·‖w‖ / (lr·(‖g‖ + weight_decay·‖w‖)))``. Source: the
+    clipping mode of LARC in NVIDIA's apex, after You, Gitman and Ginsburg, *Large batch training of
+    convolutional networks*, arXiv:1708.03888. There the weight decay is added to the gradient
+    before it is scaled; here the optimizer adds it afterwards, so it is not scaled.
 
     Parameters
     ----------
@@ -130,4 +142,6 @@ def larc(
     >>> uc.clip(np.asarray([30.0, 40.0]), uc.larc(lr=0.1), params=np.asarray([3.0, 4.0]))[0]
     array([0.6, 0.8])
     """
-    return Rule(TrustRatio(lr, trust_coefficient, weight_decay), scope=each_leaf, nonfinite=nonfinite)
+    return Rule(
+        TrustRatio(lr, trust_coefficient, weight_decay), scope=each_leaf, nonfinite=nonfinite
+    )

@@ -54,20 +54,28 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-_NARROW = {dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+_NARROW = {
+    dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)
+}
 """The largest numbers of the dtypes that cannot hold all Python numbers."""
 
 
 def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Convert numbers and other frameworks' arrays; PyTorch reads the latter as sequences of numbers."""
+    """Convert numbers and other frameworks' arrays.
+
+    PyTorch reads the latter as sequences of numbers.
+    """
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)
     if torch.compiler.is_compiling() and isinstance(value, (float, torch.SymFloat)):
-        return torch.ones((), dtype=dtype) * value  # else torch.compile treats the number as a constant
+        # else torch.compile treats the number as a constant
+        return torch.ones((), dtype=dtype) * value
     if isinstance(value, float) and dtype in _NARROW and abs(value) > _NARROW[dtype]:
-        return torch.full((), value, dtype=torch.float64).to(dtype)  # ∞, as elsewhere, instead of an error
+        # ∞, as elsewhere, instead of an error
+        return torch.full((), value, dtype=torch.float64).to(dtype)
     if isinstance(value, (bool, int, float, torch.SymInt)):
-        return torch.full((), value, dtype=dtype)  # torch.export cannot save constants inside torch.cond
+        # torch.export cannot save constants inside torch.cond
+        return torch.full((), value, dtype=dtype)
     return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
 
 
@@ -77,7 +85,9 @@ def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
 
 
 def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
-    """Clip, with derivative 1 on the bounds too: what that of ``clamp`` is there depends on PyTorch's version."""
+    """Clip, with derivative 1 on the bounds too:
+    what that of ``clamp`` is there depends on PyTorch's version.
+    """
     if x.is_floating_point() and (
         tracing() or any([is_recorded(value) for value in (x, min, max) if hasattr(value, "dtype")])
     ):
@@ -86,13 +96,21 @@ def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
         return x
     # One operation where bounds are numbers; array-api-compat, which also takes arrays, does more.
     numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
-    return torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)
+    return (
+        torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)
+    )
 
 
 namespace = SimpleNamespace(
     **(
         vars(compat)
-        | {"asarray": _asarray, "clip": _clip, "isfinite": _isfinite, "result_type": _result_type, "where": torch.where}
+        | {
+            "asarray": _asarray,
+            "clip": _clip,
+            "isfinite": _isfinite,
+            "result_type": _result_type,
+            "where": torch.where,
+        }
     )
 )
 
@@ -109,7 +127,9 @@ _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 
 
 def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
-    """Return factors as ``torch._foreach_mul`` takes them, a single one if all arrays have the same."""
+    """Return factors as ``torch._foreach_mul`` takes them,
+    a single one if all arrays have the same.
+    """
     first = factors[0]
     if isinstance(first, torch.Tensor):
         same = all([factor is first for factor in factors]) and not first.ndim
@@ -129,7 +149,9 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
 
 
 def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a NumPy array of the same memory, detached; of the values where that is negated or conjugated."""
+    """Return a NumPy array of the same memory, detached;
+    of the values where that is negated or conjugated.
+    """
     return array.numpy(force=True)
 
 
@@ -155,9 +177,15 @@ def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
     if rows is not None:
         return terms.in_blocks(rows)
     arrays, units = terms.arrays, terms.units
-    plain = [n for n, a in enumerate(arrays) if a.dtype not in FOREIGN and (terms.p == 2 or a.numel() <= PIECE)]
+    plain = [
+        n
+        for n, a in enumerate(arrays)
+        if a.dtype not in FOREIGN and (terms.p == 2 or a.numel() <= PIECE)
+    ]
     axes, by = (given and [given[n] for n in plain] for given in (terms.axes, units))
-    sums_of_plain = sums_of_arrays(terms._replace(arrays=[view_of(arrays[n]) for n in plain], axes=axes, units=by))
+    sums_of_plain = sums_of_arrays(
+        terms._replace(arrays=[view_of(arrays[n]) for n in plain], axes=axes, units=by)
+    )
     sums = dict(zip(plain, sums_of_plain, strict=True))
     with torch.no_grad():
         each = enumerate(terms._replace(units=units and list(map(torch.as_tensor, units))).each())
@@ -166,7 +194,9 @@ def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Return the sums of squares on an accelerator in float64, so that nothing overflows and needs a second pass."""
+    """Return the sums of squares on an accelerator in float64,
+    so that nothing overflows and needs a second pass.
+    """
     narrow = arrays[0].device.type == "mps"  # has no float64
     norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)
     if len(lengths) == 1:
@@ -175,12 +205,17 @@ def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
     total = torch.stack(norms).square()
     if len(lengths) == len(arrays):
         return total
-    return torch.stack([torch.stack(list(group)).sum() for group in in_groups(list(total.unbind()), lengths)])
+    return torch.stack(
+        [torch.stack(list(group)).sum() for group in in_groups(list(total.unbind()), lengths)]
+    )
 
 
 def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
     """Return the sums of squares along axes on an accelerator, in float64."""
-    norms = [torch.linalg.vector_norm(a, dim=along, dtype=torch.float64) for a, along in zip(arrays, axes, strict=True)]
+    norms = [
+        torch.linalg.vector_norm(a, dim=along, dtype=torch.float64)
+        for a, along in zip(arrays, axes, strict=True)
+    ]
     if len({norm.shape for norm in norms}) > 1:
         return torch._foreach_mul(norms, norms)
     return list(torch.stack(norms).square().unbind())
@@ -193,13 +228,27 @@ STORAGE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES = {*FLOATS, *STORAGE, *_INTEGERS, torch.complex32}
 _COMPRESSED = {
-    torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_csr: (
+        torch.sparse_csr_tensor,
+        torch.Tensor.crow_indices,
+        torch.Tensor.col_indices,
+    ),
+    torch.sparse_csc: (
+        torch.sparse_csc_tensor,
+        torch.Tensor.ccol_indices,
+        torch.Tensor.row_indices,
+    ),
 }
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
-    (lambda x: isinstance(x, torch.nn.parameter.UninitializedTensorMixin), "it has no shape yet; run the model once"),
-    (lambda x: isinstance(x, torch.masked.MaskedTensor), "what masked entries count is not known; use to_tensor(0.0)"),
+    (
+        lambda x: isinstance(x, torch.nn.parameter.UninitializedTensorMixin),
+        "it has no shape yet; run the model once",
+    ),
+    (
+        lambda x: isinstance(x, torch.masked.MaskedTensor),
+        "what masked entries count is not known; use to_tensor(0.0)",
+    ),
     (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
     (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
     (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),
@@ -208,7 +257,10 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
         "its layout, {0.layout}, cannot be clipped; use to_sparse_csr() or to_sparse()",
     ),
     (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
-    (lambda x: x.dtype not in _DTYPES, "PyTorch does not calculate with {0.dtype}; use to(torch.float32)"),
+    (
+        lambda x: x.dtype not in _DTYPES,
+        "PyTorch does not calculate with {0.dtype}; use to(torch.float32)",
+    ),
 ]
 """Kinds of tensors that cannot be clipped, why, and what to convert them to."""
 
@@ -226,7 +278,8 @@ class _Address:
         size = tensor.element_size()
         self.__array_interface__ = {
             "version": 3,
-            "data": (tensor.data_ptr() or 1, True),  # an empty one has no address, which NumPy up to 2.1 does not take
+            # An empty one has no address, which NumPy up to 2.1 does not take.
+            "data": (tensor.data_ptr() or 1, True),
             "shape": tuple(tensor.shape),
             "strides": tuple(size * stride for stride in tensor.stride()),
             "typestr": f"|V{size}",
@@ -246,7 +299,10 @@ def _copy_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
 def _why_fixed(leaf: Any) -> str | None:
     """Return why a tensor's values cannot be written, ``None`` if they can."""
     if leaf.requires_grad and leaf.is_leaf:
-        return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
+        return (
+            "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the "
+            "weights)"
+        )
     if torch.compiler.is_compiling():  # which knows neither of the following
         return None
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
@@ -274,16 +330,32 @@ class _Torch(dtensor.Distributed):
     def kinds(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None  # which would compile again for each entry of a cache
-        return tuple([
-            (leaf.dtype, leaf.is_cpu or leaf.device, leaf.layout, leaf.requires_grad, leaf.is_nested)
-            if type(leaf) is torch.Tensor else None if leaf is None else _kind_of_other(leaf)
-            for leaf in leaves
-        ])  # fmt: skip
+        return tuple(
+            [
+                (
+                    leaf.dtype,
+                    leaf.is_cpu or leaf.device,
+                    leaf.layout,
+                    leaf.requires_grad,
+                    leaf.is_nested,
+                )
+                if type(leaf) is torch.Tensor
+                else None
+                if leaf is None
+                else _kind_of_other(leaf)
+                for leaf in leaves
+            ]
+        )
 
     def facts(self, arrays: list[Array]) -> Facts:
         reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
         double = all([array.device.type != "mps" for array in arrays])  # which has no float64
-        return Facts(any(map(valueless, arrays)), reads, any([array.requires_grad for array in arrays]), double)
+        return Facts(
+            any(map(valueless, arrays)),
+            reads,
+            any([array.requires_grad for array in arrays]),
+            double,
+        )
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         if kinds.traced or tracing():
@@ -303,11 +375,13 @@ class _Torch(dtensor.Distributed):
         return _CPU if array is None else array.device
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        here = torch.as_tensor(np.array(array), device=_CPU)  # a copy, as some arrays cannot be written
+        # A copy, as some arrays cannot be written.
+        here = torch.as_tensor(np.array(array), device=_CPU)
         return here if device == _CPU else here.to(device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
-        return [array.detach().clone() for array in arrays]  # a CUDA graph overwrites the outputs of its last run
+        # A CUDA graph overwrites the outputs of its last run.
+        return [array.detach().clone() for array in arrays]
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         values: list[Any] = [None] * len(arrays)
@@ -325,21 +399,39 @@ class _Torch(dtensor.Distributed):
         if mode == HOST:
             return sums_here(self, terms)
         arrays, first = terms.arrays, terms.arrays[0]
-        if mode != LIBRARY or terms.p != 2 or terms.units is not None or any([array.is_complex() for array in arrays]):
+        if (
+            mode != LIBRARY
+            or terms.p != 2
+            or terms.units is not None
+            or any([array.is_complex() for array in arrays])
+        ):
             return super().sums(mode, terms)
-        if terms.whole and all([array.dtype is first.dtype and array.device == first.device for array in arrays]):
+        if terms.whole and all(
+            [array.dtype is first.dtype and array.device == first.device for array in arrays]
+        ):
             return terms.in_blocks(squares_elsewhere(arrays, terms.counts))
         if terms.axes and all(terms.axes) and self.facts(arrays).double:
             return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
         return super().sums(mode, terms)
 
-    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
-        slow = zero and (isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors]))
+    def scale(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
+        slow = zero and (
+            isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors])
+        )
         fast = None if slow else self._at_once(arrays, factors, in_place=in_place)
-        return super().scale(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
+        return (
+            super().scale(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
+        )
 
-    def _at_once(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
-        """Return the products by one operation; ``None`` where that records derivatives or is traced."""
+    def _at_once(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool
+    ) -> list[Array] | None:
+        """Return the products by one operation.
+
+        ``None`` where that records derivatives or is traced.
+        """
         if not isinstance(factors[0], torch.Tensor):
             if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
@@ -347,7 +439,8 @@ class _Torch(dtensor.Distributed):
                 if not all([array.is_cpu and array.dtype in REAL for array in arrays]):
                     return None
                 factors = [
-                    self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU) for f, a in zip(factors, arrays, strict=True)
+                    self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU)
+                    for f, a in zip(factors, arrays, strict=True)
                 ]
         else:
             pairs = list(zip(factors, arrays, strict=True))
@@ -360,7 +453,9 @@ class _Torch(dtensor.Distributed):
         if not in_place:
             new = torch._foreach_mul(arrays, by)
             # 0-d ones now have the dtype of the factor.
-            return [a if a.dtype is b.dtype else a.to(b.dtype) for a, b in zip(new, arrays, strict=True)]
+            return [
+                a if a.dtype is b.dtype else a.to(b.dtype) for a, b in zip(new, arrays, strict=True)
+            ]
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
         torch._foreach_mul_(arrays, by)  # nothing here records a derivative
@@ -373,7 +468,10 @@ class _Torch(dtensor.Distributed):
         why = next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
         if why or not (gradient and isinstance(leaf, torch.nn.Parameter)):
             return why
-        return "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the weights, p.detach())"
+        return (
+            "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the "
+            "weights, p.detach())"
+        )
 
     def traced(self, array: Array) -> bool:
         return tracing() or valueless(array)
@@ -382,9 +480,11 @@ class _Torch(dtensor.Distributed):
         return not self.traced(array) and bool(array.is_cpu)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
-        if type(array) is not torch.Tensor or tracing() or valueless(array):  # whose size may be symbolic
+        # whose size may be symbolic
+        if type(array) is not torch.Tensor or tracing() or valueless(array):
             return None
-        if array.numel() <= PIECE or is_recorded(array):  # derivatives would keep every piece anyway
+        # Derivatives would keep every piece anyway.
+        if array.numel() <= PIECE or is_recorded(array):
             return None
         ordered = in_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
@@ -412,34 +512,63 @@ class _Torch(dtensor.Distributed):
         indices, values = single.indices(), single.values()
 
         def back(new: Array) -> Any:
-            made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
+            made = torch.sparse_coo_tensor(
+                indices, new, leaf.shape, is_coalesced=True, check_invariants=False
+            )
             return _replace_entries(leaf, made) if in_place else made
 
-        return Leaf(values, back, values if single is leaf else leaf._values(), indices[0] if len(indices) == 1 else ())
+        return Leaf(
+            values,
+            back,
+            values if single is leaf else leaf._values(),
+            indices[0] if len(indices) == 1 else (),
+        )
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
-        local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
-        plain = all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in local])
-        return None if plain and not tracing() and are_apart(local) else [(_view(x), _why_fixed(x)) for x in leaves]
+        local = [
+            leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf
+            for leaf in leaves
+        ]
+        plain = all(
+            [
+                type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad
+                for x in local
+            ]
+        )
+        return (
+            None
+            if plain and not tracing() and are_apart(local)
+            else [(_view(x), _why_fixed(x)) for x in leaves]
+        )
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
             if is_dtensor(array):  # a function of the whole tensor
-                self.write(array.to_local(), function, *[dtensor.own_operand(array, operand) for operand in operands])
+                self.write(
+                    array.to_local(),
+                    function,
+                    *[dtensor.own_operand(array, operand) for operand in operands],
+                )
                 return
             pieces = self.pieces(array)
             if pieces is not None and not any(operand.ndim for operand in operands):
                 for piece in pieces:
                     piece.copy_(function(piece, *operands))
             else:
-                operands = tuple(_copy_if_shared(operand, array).expand(array.shape) for operand in operands)
+                operands = tuple(
+                    _copy_if_shared(operand, array).expand(array.shape) for operand in operands
+                )
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
-                    array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
+                    array[rows].copy_(
+                        function(array[rows], *(operand[rows] for operand in operands))
+                    )
 
     def unstack(self, array: Array) -> list[Array]:
         return list(array.unbind())
 
-    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+    def cond(
+        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
+    ) -> list[Array]:
         if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
@@ -456,7 +585,9 @@ class _Torch(dtensor.Distributed):
 
 def _kind_of_other(leaf: Any) -> Any:
     """Return the kind of what is not just a tensor."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+    if not isinstance(leaf, torch.Tensor) or isinstance(
+        leaf, torch.nn.parameter.UninitializedTensorMixin
+    ):
         return type(leaf), None
     places = (leaf.device_mesh, tuple(leaf.placements)) if is_dtensor(leaf) else ()
     return (

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""PyTorch's process groups and distributed tensors: each process works on its local tensor, and groups reduce.
+"""PyTorch's process groups and distributed tensors: each process works on its local tensor,
+and groups reduce.
 
-Nothing here is imported before there is such a tensor: ``torch.distributed.tensor`` takes long to import.
+Nothing here is imported before there is such a tensor: ``torch.distributed.tensor`` takes long to
+import.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def sum_partials(tensor: Any) -> Any:
     """Return a distributed tensor, partial values of which are summed over processes."""
     from torch.distributed.tensor import Replicate
 
-    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    return tensor.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
+    )
 
 
 def divide_sum(like: Any, tensor: Any) -> Any:
@@ -52,7 +56,9 @@ def first_of(like: Any, whole: Any) -> Any:
     """Return this process's share of partial values: the first process has all of them."""
     for axis, placement in enumerate(like.placements):
         if placement.is_partial("sum") and like.device_mesh.get_local_rank(axis):
-            whole = _Weighted.apply(whole, 0.0, 1.0) if is_recorded(whole) else torch.zeros_like(whole)
+            whole = (
+                _Weighted.apply(whole, 0.0, 1.0) if is_recorded(whole) else torch.zeros_like(whole)
+            )
     return whole
 
 
@@ -74,7 +80,12 @@ def _like_local(like: Any, local: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
@@ -97,26 +108,40 @@ class Owners(NamedTuple):
 class Part:
     """The part of a distributed tensor that this process holds; equal parts are one object."""
 
-    def __init__(self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]) -> None:
+    def __init__(
+        self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]
+    ) -> None:
         self.mesh, self.placements, self.shape, self.local = mesh, placements, shape, local
-        self.copies = math.prod([n for n, p in zip(mesh.shape, placements, strict=True) if p.is_replicate()])
+        self.copies = math.prod(
+            [n for n, p in zip(mesh.shape, placements, strict=True) if p.is_replicate()]
+        )
         """How many processes of the mesh hold the same entries."""
 
     def divided(self, axes: tuple[int, ...] | None) -> tuple[Any, dict[int, Any]] | None:
-        """Return the mesh and those of its dimensions that divide an axis which norms along ``axes`` keep."""
+        """Return the mesh and those of its dimensions that divide an axis which norms along
+        ``axes`` keep.
+        """
         if axes is None:
             return None
-        places = {n: p for n, p in enumerate(self.placements) if not p.is_replicate() and p.dim not in axes}
+        places = {
+            n: p
+            for n, p in enumerate(self.placements)
+            if not p.is_replicate() and p.dim not in axes
+        }
         return (self.mesh, places) if places else None
 
     def owners(self, axes: tuple[int, ...] | None = None) -> Owners | None:
-        """Return the processes over which norms along ``axes`` are joined, ``None`` if each norm lies in one."""
+        """Return the processes over which norms along ``axes`` are joined,
+        ``None`` if each norm lies in one.
+        """
         _, apart = self.divided(axes) or (None, {})
         dimensions = [n for n in range(self.mesh.ndim) if n not in apart]
         return Owners(self.mesh, tuple(dimensions)) if dimensions else None
 
     def divide(self, leaf: Any) -> Any:
-        """Return the same part of another leaf, which may be divided in another way, or not at all."""
+        """Return the same part of another leaf, which may be divided in another way,
+        or not at all.
+        """
         if not is_dtensor(leaf) or leaf.device_mesh != self.mesh:
             leaf = _replicate(self.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
         return leaf.redistribute(self.mesh, self.placements).to_local()
@@ -126,14 +151,18 @@ class Part:
         return leaf.full_tensor()
 
     def weigh(self, value: Any, *, inverse: bool = False) -> Any:
-        """Return a value, with as many times its derivative as there are copies, or the inverse: they count once."""
+        """Return a value, with as many times its derivative as there are copies, or the inverse:
+        they count once.
+        """
         by = 1 / self.copies if inverse else self.copies
         if by == 1 or not isinstance(value, torch.Tensor) or not (tracing() or is_recorded(value)):
             return value
         return _Weighted.apply(value, 1, by)
 
     def sum_examples(self, like: Any, local: Any) -> Any:
-        """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
+        """Return the sum of a distributed tensor along its first axis,
+        given the sum of the local tensor.
+        """
         from torch.distributed.tensor import DTensor, Partial, Shard
 
         def without_first(placement: Any) -> Any:
@@ -144,12 +173,19 @@ class Part:
         whole = torch.empty(like.shape[1:], device="meta")
         places = list(map(without_first, sum_partials(like).placements))
         return DTensor.from_local(
-            local, like.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
+            local,
+            like.device_mesh,
+            places,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
         )
 
 
 def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
-    """Return a partial tensor summed, what this process holds of another one, or ``None`` if that is to stay whole."""
+    """Return a partial tensor summed, what this process holds of another one,
+    or ``None`` if that is to stay whole.
+    """
     if is_partial(leaf):
         return Leaf(sum_partials(leaf), partial(write_sum if in_place else divide_sum, leaf))
     if whole:
@@ -167,7 +203,8 @@ def _part_of(tensor: Any) -> Part:
     what = mesh, tuple(tensor.placements), tuple(tensor.shape)
     if torch.compiler.is_compiling():
         return Part(*what, tuple(_local_of(tensor).shape))
-    key = (*what, tuple(mesh._dim_group_names))  # meshes of another initialization are equal, but have other groups
+    # Meshes of another initialization are equal, but have other groups.
+    key = (*what, tuple(mesh._dim_group_names))
     part = _parts.get(key)
     if part is None:
         if len(_parts) >= _KEPT:
@@ -220,7 +257,9 @@ def _reduce_over_group(array: Any, op: Op, group: Any) -> Any:
 
 
 class _Reduced(torch.autograd.Function):  # type: ignore[misc]
-    """A sum or maximum over a process group, with the derivative of the sum of what all processes make of it."""
+    """A sum or maximum over a process group, with the derivative of the sum of what all processes
+    make of it.
+    """
 
     @staticmethod
     def forward(array: Any, op: Op, group: Any) -> Any:

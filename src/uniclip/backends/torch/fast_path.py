@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""PyTorch fast path: dense gradients on one device, float32 or lower precision, with minimal call overhead.
+"""PyTorch fast path: dense gradients on one device, float32 or lower precision,
+with minimal call overhead.
 
-In a training step code and data are cold, and each other library that is entered costs 5 to 10 µs: so it uses PyTorch
-alone. Nothing is remembered from step to step, since any gradient may be replaced.
+In a training step code and data are cold, and each other library that is entered costs 5 to 10 µs:
+so it uses PyTorch alone. Nothing is remembered from step to step, since any gradient may be
+replaced.
 
-On the CPU the norm is read, and nothing is written within the limit. On an accelerator, where the host would wait for
-it, nothing is read, and eight kernels run, as many as in PyTorch's own function.
+On the CPU the norm is read, and nothing is written within the limit. On an accelerator, where the
+host would wait for it, nothing is read, and eight kernels run, as many as in PyTorch's own
+function.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ _HALVES = {torch.bfloat16, torch.float16}
 _LOW, _HIGH = map(sqrt, FITS)
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _ROW = 256
-"""How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
+"""How many squares are added in a row: so few are accurate even if equal,
+and rows are read at memory speed.
+"""
 _SHORT = 2**13
 """The number of entries up to which a copy takes no longer than norms of rows."""
 _ACCELERATORS = {"cuda", "xpu"}
@@ -60,15 +65,21 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
     if in_place and not are_apart(arrays):
         return None
     single = all([array.dtype is _FLOAT32 for array in arrays])
-    if not single and not all([array.ndim for array in arrays]):  # which would get the dtype of the factor
+    # which would get the dtype of the factor
+    if not single and not all([array.ndim for array in arrays]):
         return None
-    # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half precision.
+    # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half
+    # precision.
     by = torch.scalar_tensor(factor, dtype=_FLOAT32 if single else torch.float64, device=_CPU)
     return Lane(norm, limit, factor, _scale(leaves, arrays, by, in_place=in_place), _CPU)
 
 
-def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool) -> Lane | None:
-    """Measure and scale on an accelerator, without a read by the host; in float64 no square is out of range."""
+def _lane_of_device(
+    leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool
+) -> Lane | None:
+    """Measure and scale on an accelerator, without a read by the host;
+    in float64 no square is out of range.
+    """
     device = arrays[0].device
     if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
         return None
@@ -77,7 +88,9 @@ def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_pl
     if in_place and not are_apart(arrays):
         return None
     most = float(np.float32(limit))
-    norm = vector_norm(torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float64))).to(_FLOAT32)
+    norm = vector_norm(torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float64))).to(
+        _FLOAT32
+    )
     # Exactly 1 within the limit. A number divided by a tensor would be two kernels.
     ratio = torch.div(torch.scalar_tensor(most, dtype=_FLOAT32, device=_CPU), norm.clamp(min=most))
     factor = torch.add(ratio, norm, alpha=0)  # NaN if the norm is not finite
@@ -85,14 +98,21 @@ def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_pl
 
 
 def norm_of(arrays: Sequence[Any]) -> float | None:
-    """Return the joint norm of dense CPU tensors, float32 or narrower; ``None`` for others, or beyond the range."""
+    """Return the joint norm of dense CPU tensors, float32 or narrower.
+
+    ``None`` for others, or beyond the range.
+    """
     parts = _parts_of(arrays) if _are_plain(arrays) else None
     if parts is None:
         return None
     # Joined once, and added in float64.
-    norm: float = vector_norm(torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64).item()
+    norm: float = vector_norm(
+        torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64
+    ).item()
     if norm == 0:  # short leaves, which are added in float64, are 0 then
-        return norm if all([_is_zero(array) for array in arrays if array.numel() >= _SHORT]) else None
+        return (
+            norm if all([_is_zero(array) for array in arrays if array.numel() >= _SHORT]) else None
+        )
     return norm if _LOW < norm < _HIGH else None  # also NaN is not
 
 
@@ -106,15 +126,24 @@ def _scale(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place:
 
 
 def _are_plain(arrays: Sequence[Any]) -> bool:
-    """Whether all are dense; a subclass may hold anything, and what records a derivative must not be read."""
+    """Whether all are dense.
+
+    A subclass may hold anything, and what records a derivative must not be read.
+    """
     for array in arrays:
-        if type(array) is not Tensor or array.requires_grad or array.layout is not _STRIDED or array.is_nested:
+        if (
+            type(array) is not Tensor
+            or array.requires_grad
+            or array.layout is not _STRIDED
+            or array.is_nested
+        ):
             return False
     return True
 
 
 def _parts_of(arrays: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return tensors with the same joint norm: short leaves as they are, norms of rows of long ones.
+    """Return tensors with the same joint norm: short leaves as they are,
+    norms of rows of long ones.
 
     ``None`` if a leaf is not float32 or narrower, on the CPU, or a long one has gaps.
     """
@@ -133,16 +162,20 @@ def _parts_of(arrays: Sequence[Tensor]) -> list[Tensor] | None:
         if size % _ROW == 0 and single:
             parts.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
             continue
-        for piece in ordered.view(-1).split(size if single else PIECE):  # which bound the copies of half precision
+        # which bound the copies of half precision
+        for piece in ordered.view(-1).split(size if single else PIECE):
             parts += _norms_of_rows(piece if single else piece.float())
     return parts
 
 
 def _norms_of_rows(flat: Tensor) -> list[Tensor]:
-    """Return short vectors with the same joint norm: the norms of rows, and the entries that are left."""
+    """Return short vectors with the same joint norm: the norms of rows,
+    and the entries that are left.
+    """
     whole = flat.numel() - flat.numel() % _ROW
     norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1)
-    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
+    # A view would keep all of it.
+    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]
 
 
 def in_order(array: Tensor) -> Tensor:
@@ -163,7 +196,8 @@ def are_apart(arrays: list[Tensor]) -> bool:
         array = arrays[number]
         if start < end or array.is_inference() or array.is_neg():
             return False
-        if not (array.is_contiguous() or in_order(array).is_contiguous()):  # has gaps, or repeats entries (expand)
+        # Has gaps, or repeats entries (expand).
+        if not (array.is_contiguous() or in_order(array).is_contiguous()):
             return False
         end = start + array.nbytes
     return True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The state of PyTorch around the running code: whether it is traced, and whether derivatives are computed.
+"""The state of PyTorch around the running code: whether it is traced,
+and whether derivatives are computed.
 
 These functions are called at every step, so most are one call into PyTorch's core: about 0.03 µs.
 """
@@ -22,7 +23,9 @@ _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def tracing() -> bool:
-    """Whether the running code is recorded to run later on other values, or runs on tensors without values."""
+    """Whether the running code is recorded to run later on other values,
+    or runs on tensors without values.
+    """
     return bool(
         torch.compiler.is_dynamo_compiling()  # first, as a compiler knows only this answer
         or torch.compiler._is_compiling_flag
@@ -37,13 +40,17 @@ def valueless(array: Any) -> bool:
     """Whether an array has no values anywhere: a tensor of the device ``meta``, or a fake one."""
     if not isinstance(array, torch.Tensor):
         return False  # a number
-    if type(array) is torch.Tensor or torch.compiler.is_dynamo_compiling():  # which reads no code of fake tensors
+    # which reads no code of fake tensors
+    if type(array) is torch.Tensor or torch.compiler.is_dynamo_compiling():
         return bool(array.is_meta)
     return bool(array.is_meta or isinstance(array, FunctionalTensor) or is_fake(array))
 
 
 def _any_tracer() -> bool:
-    """Whether make_fx, aot_function or FakeTensorMode is active; other modes, which count or log, see real values."""
+    """Whether make_fx, aot_function or FakeTensorMode is active.
+
+    Other modes, which count or log, see real values.
+    """
     return any([_C._get_dispatch_mode(key) is not None for key in _TRACERS])
 
 
@@ -58,7 +65,9 @@ def in_transform() -> bool:
 
 
 def one_for_all(array: torch.Tensor) -> bool:
-    """Whether ``vmap`` runs the code for many examples at once, and the tensor is the same for all of them."""
+    """Whether ``vmap`` runs the code for many examples at once,
+    and the tensor is the same for all of them.
+    """
     functorch = _C._functorch
     stack = functorch.get_interpreter_stack() or []
     levels = {layer.level() for layer in stack if layer.key() == functorch.TransformType.Vmap}
@@ -79,14 +88,17 @@ def is_recorded(array: torch.Tensor) -> bool:
 
 
 def at_home(array: Any) -> AbstractContextManager[Any] | None:
-    """Return a context for new tensors on the device of ``array``, fake if it is; ``None`` if none is needed.
+    """Return a context for new tensors on the device of ``array``, fake if it is.
+
+    ``None`` if none is needed.
 
     A tensor of one device cannot be combined with one on the user's default device.
     """
     if isinstance(array, FakeTensor):
         mode: AbstractContextManager[Any] = array.fake_mode  # it may be used outside of its mode
         return mode
-    # A default device is a mode for functions; a compiler takes this class for one, not torch.device itself.
-    # Without one, new tensors are on the CPU, and every device but one accepts 0-d tensors from there.
+    # A default device is a mode for functions; a compiler takes this class for one, not
+    # torch.device itself. Without one, new tensors are on the CPU, and every device but one accepts
+    # 0-d tensors from there.
     apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)
     return DeviceContext(array.device) if apart else None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` wraps the optimizer."""
+"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch:
+`ClippedOptimizer` wraps the optimizer.
+"""
 
 from uniclip._errors import needs
 

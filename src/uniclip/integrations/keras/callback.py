@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 class LogClipping(keras.callbacks.Callback):
     """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
 
-    ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` if there is one, and ``"clip/factor"`` are those of the
-    epoch's last step; ``"clip/share"`` and ``"clip/skipped"`` are averages over its steps, and ``"clip/norm_max"`` is
-    their largest norm. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
-    ``History`` always come last.
+    ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` if there is one, and ``"clip/factor"``
+    are those of the epoch's last step; ``"clip/share"`` and ``"clip/skipped"`` are averages over
+    its steps, and ``"clip/norm_max"`` is their largest norm. Put it before callbacks that write the
+    logs, such as ``CSVLogger``; the progress bar and ``History`` always come last.
 
     Parameters
     ----------
     every : int, optional
-        The number of batches after which the scalars are read, which waits for the device; by default they are read
-        at the end of each epoch only.
+        The number of batches after which the scalars are read, which waits for the device; by
+        default they are read at the end of each epoch only.
     record : uniclip.insight.Recorder, optional
-        Gets the scalars each time they are read, over the batches since the time before: one row, with the number of
-        the last batch, and the largest norm. With ``every=1`` that is a row for each step.
+        Gets the scalars each time they are read, over the batches since the time before: one row,
+        with the number of the last batch, and the largest norm. With ``every=1`` that is a row for
+        each step.
 
     Raises
     ------
     TypeError
-        If ``every`` is not a whole number, or ``record`` not a recorder; at the start of training, if the optimizer is
-        not a `ClippedOptimizer`.
+        If ``every`` is not a whole number, or ``record`` not a recorder; at the start of training,
+        if the optimizer is not a `ClippedOptimizer`.
     ValueError
         If ``every`` is below 1.
 
@@ -59,7 +60,10 @@ class LogClipping(keras.callbacks.Callback):
         super().__init__()
         refuse_record(record)
         if record is not None and record.leaves:
-            msg = "record must be without leaves: a row of LogClipping is of many steps, whose leaves are not measured"
+            msg = (
+                "record must be without leaves: a row of LogClipping is of many steps, whose "
+                "leaves are not measured"
+            )
             raise ValueError(msg)
         self.every = None if every is None else whole("every", every, 1)
         self.record = record
@@ -71,8 +75,9 @@ class LogClipping(keras.callbacks.Callback):
             optimizer = getattr(optimizer, "inner_optimizer", None)
         if optimizer is None:
             msg = (
-                f"LogClipping needs a ClippedOptimizer, got {type(self.model.optimizer).__name__}: compile the model "
-                "with optimizer=ClippedOptimizer(optimizer, rule)"
+                "LogClipping needs a ClippedOptimizer, got "
+                f"{type(self.model.optimizer).__name__}: compile the model with "
+                "optimizer=ClippedOptimizer(optimizer, rule)"
             )
             raise TypeError(msg)
         self._optimizer = optimizer

@@ -35,9 +35,9 @@ def registered(value: Any) -> Any:
     what = value if hasattr(value, "__qualname__") else type(value)
     if keras.saving.get_registered_object(keras.saving.get_registered_name(what)) is not what:
         msg = (
-            f"{what.__module__}.{what.__qualname__} is part of the rule, and cannot be saved: decorate it with "
-            "@keras.saving.register_keras_serializable(), a class that has get_config and from_config, or a function "
-            "that is no lambda"
+            f"{what.__module__}.{what.__qualname__} is part of the rule, and cannot be saved: "
+            "decorate it with @keras.saving.register_keras_serializable(), a class that has "
+            "get_config and from_config, or a function that is no lambda"
         )
         raise TypeError(msg)
     return keras.saving.serialize_keras_object(value)

@@ -19,7 +19,15 @@ from uniclip.config import from_config as rule_from_config
 from uniclip.config import to_config
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.config import output_last, registered
-from uniclip.integrations.keras.variables import paths_of, replica_here, stand_in, summed, traced, value_of, when
+from uniclip.integrations.keras.variables import (
+    paths_of,
+    replica_here,
+    stand_in,
+    summed,
+    traced,
+    value_of,
+    when,
+)
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
 from uniclip.saved import from_dict, to_dict
 
@@ -37,20 +45,24 @@ _INSTEAD = {
 class ClippedOptimizer(keras.optimizers.Optimizer):
     """Clip the gradients by a rule, then take the step of the wrapped optimizer.
 
-    The rule acts once per step: on unscaled and, with ``gradient_accumulation_steps``, accumulated gradients, before
-    weight decay and the moments. Its state is among the optimizer's variables, and so in the files that Keras saves.
+    The rule acts once per step: on unscaled and, with ``gradient_accumulation_steps``, accumulated
+    gradients, before weight decay and the moments. Its state is among the optimizer's variables,
+    and so in the files that Keras saves.
 
     Parameters
     ----------
     inner : keras.optimizers.Optimizer
-        The optimizer that takes the steps. The wrapper has its ``learning_rate`` and ``iterations``.
+        The optimizer that takes the steps. The wrapper has its ``learning_rate`` and
+        ``iterations``.
     rule : Rule or function of one gradient array
-        It gets the gradients as a dict by ``variable.path``, so that the path of a leaf is, for example,
-        ``("sequential/dense/kernel",)``.
+        It gets the gradients as a dict by ``variable.path``, so that the path of a leaf is, for
+        example, ``("sequential/dense/kernel",)``.
     loss_scale_factor : float, optional
-        As in Keras' optimizers. For dynamic loss scaling, wrap this in ``keras.optimizers.LossScaleOptimizer``.
+        As in Keras' optimizers. For dynamic loss scaling, wrap this in
+        ``keras.optimizers.LossScaleOptimizer``.
     gradient_accumulation_steps : int, optional
-        As in Keras' optimizers, at least 2: gradients of this many batches are averaged, then clipped, then applied.
+        As in Keras' optimizers, at least 2: gradients of this many batches are averaged, then
+        clipped, then applied.
     name : str, optional
         The name of the optimizer.
 
@@ -59,8 +71,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     TypeError
         If ``inner`` is not an optimizer, or ``rule`` not a rule.
     ValueError
-        If ``inner`` itself clips, scales the loss, or accumulates gradients; at a step of one of several replicas, if
-        the rule may skip it, or gradients are accumulated.
+        If ``inner`` itself clips, scales the loss, or accumulates gradients; at a step of one of
+        several replicas, if the rule may skip it, or gradients are accumulated.
 
     Examples
     --------
@@ -104,7 +116,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             return f"{clips}, not built>"
         steps: Any = value_of(self.iterations)
-        seen = "" if traced(steps) else f", {counted(int(keras.ops.convert_to_numpy(steps)), 'step')}"
+        seen = (
+            "" if traced(steps) else f", {counted(int(keras.ops.convert_to_numpy(steps)), 'step')}"
+        )
         return f"{clips} of {counted(len(self._paths), 'variable')}{seen}>"
 
     def build(self, variables: Any) -> None:
@@ -113,11 +127,15 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             return
         variables = list(variables)
         self.inner.build(variables)
-        _refuse_optimizer(self.inner)  # again: a MultiOptimizer may only now have chosen those inside
+        # Again: a MultiOptimizer may only now have chosen those inside.
+        _refuse_optimizer(self.inner)
         self._paths = paths_of(variables)
         self._stand_ins = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
         first, self._spec = optree.tree_flatten(self.rule.init(self._stand_ins))
-        self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
+        self._state = [
+            self._remember(np.asarray(array), f"rule_{number}")
+            for number, array in enumerate(first)
+        ]
         self._logs = self._remember(np.zeros(len(LOGGED) + _WINDOW, np.float32), "clip_logs")
         super().build(variables)
 
@@ -139,14 +157,16 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Load the variables; refuse a file of the time before 0.2, which has others."""
         if "uniclip" in store.keys():  # noqa: SIM118 - a store is no dict
             msg = (
-                "the file has the variables of another version of uniclip: load the model without its optimizer, "
-                "keras.saving.load_model(path, compile=False), compile it again, and let the rule start over"
+                "the file has the variables of another version of uniclip: load the model without "
+                "its optimizer, keras.saving.load_model(path, compile=False), compile it again, "
+                "and let the rule start over"
             )
             raise ValueError(msg)
         super().load_own_variables(store)
 
     def rule_state_dict(self) -> dict[str, Any]:
-        """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
+        """Return the rule's memory as plain numbers and lists,
+        in the format of `uniclip.Clipper.state_dict`.
 
         Without moments and other variables. Empty before ``build``, and for a rule without memory.
         """
@@ -179,7 +199,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the wrapped optimizer; NaN for one without, such as ``MultiOptimizer``."""
+        """The learning rate of the wrapped optimizer.
+
+        NaN for one without, such as ``MultiOptimizer``.
+        """
         return getattr(self.inner, "learning_rate", math.nan)
 
     @learning_rate.setter
@@ -192,7 +215,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return self.inner.iterations
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Exclude variables from the weight decay of the wrapped optimizer; see Keras' optimizers."""
+        """Exclude variables from the weight decay of the wrapped optimizer;
+        see Keras' optimizers.
+        """
         self.inner.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Any) -> None:
@@ -205,15 +230,20 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         trainable_variables: Sequence[Any],
         learning_rate: Any,
     ) -> None:
-        """Clip, and let the wrapped optimizer take the step: Keras gives gradients that are unscaled and averaged."""
+        """Clip, and let the wrapped optimizer take the step:
+        Keras gives gradients that are unscaled and averaged.
+        """
         replica = replica_here()
         if replica is not None and self.gradient_accumulation_steps:
             self._refuse_replicas("gradients are accumulated")
-        clipped, report = self._clip(grads if replica is None else summed(replica, grads), trainable_variables)
+        clipped, report = self._clip(
+            grads if replica is None else summed(replica, grads), trainable_variables
+        )
         if replica is not None and report.skipped is not None:
             self._refuse_replicas(f"{short(self.rule)} may skip a step")
         if replica is not None:
-            clipped = [grad / replica.num_replicas_in_sync for grad in clipped]  # the wrapped optimizer sums them again
+            # The wrapped optimizer sums them again.
+            clipped = [grad / replica.num_replicas_in_sync for grad in clipped]
         if report.skipped is None:
             self.inner.apply(clipped, trainable_variables)
         else:
@@ -226,9 +256,14 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         places = [self._paths[self._get_variable_index(v)] for v in variables]
         tree = OrderedDict.fromkeys(self._paths)
         tree.update(zip(places, grads, strict=True))
-        params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
-        # Copies: on PyTorch a variable is written in place, and the new state may contain arrays of the old.
-        state = optree.tree_unflatten(self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state])
+        params = OrderedDict(
+            zip(self._paths, map(value_of, self._trainable_variables), strict=True)
+        )
+        # Copies: on PyTorch a variable is written in place, and the new state may contain arrays of
+        # the old.
+        state = optree.tree_unflatten(
+            self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state]
+        )
         clipped, state, report = self._acting.update(tree, state, params)
         for variable, array in zip(self._state, optree.tree_leaves(state), strict=True):
             variable.assign(array)
@@ -237,20 +272,26 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     def _refuse_replicas(self, what: str) -> None:
         msg = (
-            f"{what}, which several replicas cannot do together: use a rule that skips none, in each batch, or clip in "
-            "a loop of your own by uc.clip"
+            f"{what}, which several replicas cannot do together: use a rule that skips none, in "
+            "each batch, or clip in a loop of your own by uc.clip"
         )
         raise ValueError(msg)
 
     def _note(self, report: Report) -> None:
-        """Store the scalars of a report in a variable, since nothing else outlives a compiled step."""
+        """Store the scalars of a report in a variable,
+        since nothing else outlives a compiled step.
+        """
         scalars = report.scalars()
         self._logged = tuple(name for name in LOGGED if name in scalars)
         if scalars:
             values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in LOGGED]
-            *sums, count, largest = keras.ops.unstack(value_of(self._logs), len(LOGGED) + _WINDOW)[len(LOGGED) :]
+            *sums, count, largest = keras.ops.unstack(value_of(self._logs), len(LOGGED) + _WINDOW)[
+                len(LOGGED) :
+            ]
             finite = keras.ops.where(keras.ops.isfinite(values[0]), values[0], 0.0)
-            sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
+            sums = [
+                total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)
+            ]
             largest = keras.ops.maximum(largest, finite)
             self._logs.assign(keras.ops.stack([*values, *sums, count + 1, largest]))
 
@@ -260,14 +301,16 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         Returns
         -------
         dict of str to 0-d array
-            Empty before the first step in this process, and for a rule that measures no norm. On JAX, ``fit`` sets the
-            variables of an optimizer only at the end of an epoch.
+            Empty before the first step in this process, and for a rule that measures no norm. On
+            JAX, ``fit`` sets the variables of an optimizer only at the end of an epoch.
         """
         values = value_of(self._logs) if self._logged else ()
         return {name: values[LOGGED.index(name)] for name in self._logged}
 
     def logs(self) -> dict[str, float]:
-        """Return the scalars since the last call as floats, as `uniclip.Clipper.logs` does; empty without a step."""
+        """Return the scalars since the last call as floats, as `uniclip.Clipper.logs` does;
+        empty without a step.
+        """
         window = self.window()
         return self.named(window) if window[-2] else {}
 
@@ -277,7 +320,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         Returns
         -------
         (10,) array of float32
-            The scalars of the last step, the sums of those that are averaged, the number of steps, the largest norm.
+            The scalars of the last step, the sums of those that are averaged, the number of steps,
+            the largest norm.
         """
         if not self.built:
             return np.zeros(len(LOGGED) + _WINDOW, np.float32)
@@ -286,15 +330,23 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return found
 
     def named(self, window: np.ndarray[Any, Any]) -> dict[str, float]:
-        """Return the scalars of a window by their names; means and the largest norm are NaN if it has no step."""
+        """Return the scalars of a window by their names.
+
+        Means and the largest norm are NaN if it has no step.
+        """
         *sums, count, largest = map(float, window[-_WINDOW:])
         values = dict(zip(LOGGED, map(float, window), strict=False))
-        values |= {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=True)}
+        values |= {
+            name: total / count if count else math.nan
+            for name, total in zip(AVERAGED, sums, strict=True)
+        }
         found = {name: values[name] for name in self._logged}
         return found | ({NORM_MAX: largest if count else math.nan} if found else {})
 
     def batches(self) -> int:
-        """Return how many batches there were: steps that were skipped, too, and parts of accumulated ones."""
+        """Return how many batches there were: steps that were skipped, too,
+        and parts of accumulated ones.
+        """
         return int(keras.ops.convert_to_numpy(value_of(self._iterations)))
 
     def get_config(self) -> dict[str, Any]:
@@ -311,18 +363,27 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
         """Return the optimizer described by a config."""
         read = partial(keras.saving.deserialize_keras_object, custom_objects=custom_objects)
-        return cls(**{**config, "inner": read(config["inner"]), "rule": rule_from_config(config["rule"], other=read)})
+        return cls(
+            **{
+                **config,
+                "inner": read(config["inner"]),
+                "rule": rule_from_config(config["rule"], other=read),
+            }
+        )
 
 
 def _refuse_optimizer(inner: Any, name: str = "inner") -> None:
     """Refuse objects that are not optimizers, and optimizers that do what the wrapper has to do."""
     if not isinstance(inner, keras.optimizers.Optimizer):
-        msg = f"inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got {short(inner)}"
+        msg = (
+            "inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got "
+            f"{short(inner)}"
+        )
         raise TypeError(msg)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         msg = (
-            "inner is a LossScaleOptimizer, which unscales the gradients only after they are clipped: put it outside, "
-            "LossScaleOptimizer(ClippedOptimizer(optimizer, rule))"
+            "inner is a LossScaleOptimizer, which unscales the gradients only after they are "
+            "clipped: put it outside, LossScaleOptimizer(ClippedOptimizer(optimizer, rule))"
         )
         raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
     for number, one in enumerate(getattr(inner, "optimizers", ())):  # those of a MultiOptimizer
@@ -330,14 +391,19 @@ def _refuse_optimizer(inner: Any, name: str = "inner") -> None:
     for option, preset in _INSTEAD.items():
         value = getattr(inner, option)
         if value is not None:
-            instead = f", and give {preset.format(value)} as the rule" if value > 0 else ", which Keras takes for none"
+            instead = (
+                f", and give {preset.format(value)} as the rule"
+                if value > 0
+                else ", which Keras takes for none"
+            )
             msg = f"{name} clips by itself, {option}={value!r}: leave that out{instead}"
             raise ValueError(msg)
     for option in ("loss_scale_factor", "gradient_accumulation_steps"):
         value = getattr(inner, option)
         if value is not None:
             msg = (
-                f"{name} has {option}={value!r}, and would act after the gradients are clipped: leave that out, and "
-                f"give it to the wrapper, ClippedOptimizer(inner, rule, {option}={value!r})"
+                f"{name} has {option}={value!r}, and would act after the gradients are clipped: "
+                "leave that out, and give it to the wrapper, ClippedOptimizer(inner, rule, "
+                f"{option}={value!r})"
             )
             raise ValueError(msg)

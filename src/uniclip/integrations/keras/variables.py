@@ -29,41 +29,55 @@ def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
 
 def value_of(variable: Any) -> Any:
     """Return the value of a variable of Keras or of TensorFlow, an array of the framework."""
-    return keras.ops.convert_to_tensor(variable.value if isinstance(variable, keras.Variable) else variable)
+    return keras.ops.convert_to_tensor(
+        variable.value if isinstance(variable, keras.Variable) else variable
+    )
 
 
 def stand_in(variable: Any) -> Any:
-    """Return a NumPy array of a variable's shape that takes no memory; norms are float32 or wider in any case."""
+    """Return a NumPy array of a variable's shape that takes no memory.
+
+    Norms are float32 or wider in any case.
+    """
     wide = keras.backend.standardize_dtype(variable.dtype) == "float64"
     return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
 
 
 def replica_here() -> Any:
-    """Return the context of a replica of TensorFlow's that may have others; ``None`` if this is none.
+    """Return the context of a replica of TensorFlow's that may have others.
+
+    ``None`` if this is none.
 
     Raises
     ------
     ValueError
         If the replicas of the strategy do not keep a copy of each variable, or it is untested.
     """
-    replica = tf.distribute.get_replica_context() if keras.backend.backend() == "tensorflow" else None
+    replica = (
+        tf.distribute.get_replica_context() if keras.backend.backend() == "tensorflow" else None
+    )
     if replica is None or not tf.distribute.has_strategy():
         return None
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.OneDeviceStrategy):
         return None
-    if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)):
+    if not isinstance(
+        strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    ):
         msg = (
-            f"ClippedOptimizer is not for {type(strategy).__name__}: take MirroredStrategy, OneDeviceStrategy or "
-            "MultiWorkerMirroredStrategy, or in your own step sum the gradients of all replicas, clip the sum by "
-            "uc.clip, and hand that to the optimizer inside"
+            f"ClippedOptimizer is not for {type(strategy).__name__}: take MirroredStrategy, "
+            "OneDeviceStrategy or MultiWorkerMirroredStrategy, or in your own step sum the "
+            "gradients of all replicas, clip the sum by uc.clip, and hand that to the optimizer "
+            "inside"
         )
         raise ValueError(msg)  # noqa: TRY004 - a strategy it is
     return replica
 
 
 def summed(replica: Any, grads: Sequence[Any]) -> Any:
-    """Return the sums of the gradients of all replicas, dense ones: sums of sparse ones lose their shape."""
+    """Return the sums of the gradients of all replicas, dense ones:
+    sums of sparse ones lose their shape.
+    """
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, list(map(tf.convert_to_tensor, grads)))
 
 
@@ -74,7 +88,10 @@ def traced(flag: Any) -> bool:
 
 
 def when(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
-    """Call a function where the flag is true, also in compiled code; the variables it may change are ``held``."""
+    """Call a function where the flag is true, also in compiled code.
+
+    The variables it may change are ``held``.
+    """
     if not traced(flag):  # JAX would compile the conditional again at each step
         if bool(flag):
             function()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping for PyTorch: `attach` a rule to an optimizer, or use drop-ins for the functions of ``torch.nn.utils``."""
+"""Clipping for PyTorch: `attach` a rule to an optimizer,
+or use drop-ins for the functions of ``torch.nn.utils``.
+"""
 
 from uniclip._errors import needs
 

@@ -38,43 +38,47 @@ def clip_grad_norm_(
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> torch.Tensor:
-    """Scale the gradients of parameters in place to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
+    """Scale the gradients of parameters in place to a norm of at most ``max_norm``.
+
+    The result is ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
     ----------
     parameters : tensor or iterable of tensors
-        Tensors whose ``.grad`` is clipped: dense or sparse, plain or distributed. One that occurs twice counts
-        twice, and is scaled once.
+        Tensors whose ``.grad`` is clipped: dense or sparse, plain or distributed. One that occurs
+        twice counts twice, and is scaled once.
     max_norm : float or 0-d tensor
         At least 0; ``math.inf`` only measures. A tensor on an accelerator is not read.
     norm_type : float, default 2.0
         The order of the norm, at least 1; ``math.inf`` or ``"inf"`` is the largest modulus.
     error_if_nonfinite : bool, default False
-        Raise an error if a gradient is NaN or infinite, before any is changed. By default all become NaN, unless
-        ``max_norm`` is ``math.inf``.
+        Raise an error if a gradient is NaN or infinite, before any is changed. By default all
+        become NaN, unless ``max_norm`` is ``math.inf``.
     foreach : bool, optional
         Ignored; accepted for compatibility with PyTorch.
     all_reduce, shared : optional
-        As for `attach`: the processes that hold parts of one model as plain tensors, and which tensors are copies;
-        the path of a tensor is its number.
+        As for `attach`: the processes that hold parts of one model as plain tensors, and which
+        tensors are copies; the path of a tensor is its number.
 
     Returns
     -------
     norm : 0-d tensor
-        The norm before clipping, in float32 or wider, on the device of the first gradient; for distributed gradients
-        the norm of the whole, as a plain tensor. 0 if no parameter has a gradient.
+        The norm before clipping, in float32 or wider, on the device of the first gradient; for
+        distributed gradients the norm of the whole, as a plain tensor. 0 if no parameter has a
+        gradient.
 
     Raises
     ------
     TypeError
-        If ``parameters`` holds anything but tensors, such as the pairs of ``named_parameters()``, or tensors that
-        cannot have a gradient, such as the gradients themselves.
+        If ``parameters`` holds anything but tensors, such as the pairs of ``named_parameters()``,
+        or tensors that cannot have a gradient, such as the gradients themselves.
     ValueError
-        If ``max_norm`` is negative or NaN, or ``norm_type`` below 1.
-        With several processes, if the parameters are those of ``FullyShardedDataParallel`` (FSDP1), and no
-        ``all_reduce`` is given.
+        If ``max_norm`` is negative or NaN, or ``norm_type`` below 1. With several processes, if the
+        parameters are those of ``FullyShardedDataParallel`` (FSDP1), and no ``all_reduce`` is
+        given.
     RuntimeError
-        If ``error_if_nonfinite`` and a gradient is not finite; the error names the gradients by their number.
+        If ``error_if_nonfinite`` and a gradient is not finite; the error names the gradients by
+        their number.
 
     Warns
     -----
@@ -83,8 +87,8 @@ def clip_grad_norm_(
 
     Notes
     -----
-    ``torch.nn.utils.clip_grad_norm_`` divides by the norm + 1e-6. Here nothing is added, so clipped gradients differ by
-    the relative amount 1e-6/norm.
+    ``torch.nn.utils.clip_grad_norm_`` divides by the norm + 1e-6. Here nothing is added, so clipped
+    gradients differ by the relative amount 1e-6/norm.
 
     Examples
     --------
@@ -110,22 +114,31 @@ def clip_grad_norm_(
         refuse_parts(tensors, "parameters", rule, all_reduce)
     grads = _grads_of(tensors)
     if all_reduce is not None or shared is not None:
-        step = Step([tensor.detach() for tensor in tensors], all_reduce, in_place=True, shared=shared)
+        step = Step(
+            [tensor.detach() for tensor in tensors], all_reduce, in_place=True, shared=shared
+        )
     elif all([grad is None for grad in grads]):
         return torch.tensor(0.0)
     else:
         step = _IN_PLACE
-    recorded = isinstance(max_norm, torch.Tensor) or any([grad is not None and grad.requires_grad for grad in grads])
+    recorded = isinstance(max_norm, torch.Tensor) or any(
+        [grad is not None and grad.requires_grad for grad in grads]
+    )
     with torch.no_grad() if recorded else nullcontext():
         decision = decide(rule, grads, NOTHING, step, limit)
         decision.clip_leaves()
         return decision.norms()
 
 
-def _clipped_in_lane(parameters: Any, max_norm: Any, error_if_nonfinite: bool) -> torch.Tensor | None:
-    """Clip in place, and return the norm, where there are parameters whose gradients the lane takes; else ``None``."""
+def _clipped_in_lane(
+    parameters: Any, max_norm: Any, error_if_nonfinite: bool
+) -> torch.Tensor | None:
+    """Clip in place, and return the norm, where there are parameters whose gradients the lane
+    takes; else ``None``.
+    """
     grads = gradients_of(parameters) if type(parameters) is list and max_norm >= 0 else None
-    if grads is None or (error_if_nonfinite and not parameters[0].is_cpu):  # where the lane does not look
+    # where the lane does not look
+    if grads is None or (error_if_nonfinite and not parameters[0].is_cpu):
         return None
     if _DISTRIBUTED and torch.distributed.is_initialized():
         refuse_parts(parameters, "parameters", _RULES[2.0, False], None)
@@ -133,11 +146,15 @@ def _clipped_in_lane(parameters: Any, max_norm: Any, error_if_nonfinite: bool) -
     if result is None:
         return None
     norm: Any = result.norm
-    return torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU) if type(norm) is float else norm
+    return (
+        torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU) if type(norm) is float else norm
+    )
 
 
 def clip_grad_value_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float | Array, foreach: bool | None = None
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float | Array,
+    foreach: bool | None = None,
 ) -> None:
     """Clip each entry of the gradients of parameters in place into ``[-clip_value, clip_value]``.
 
@@ -215,7 +232,9 @@ def get_total_norm(
             return torch.tensor(0.0)
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return decide(rule, values, NOTHING, Step(all_reduce=all_reduce, shared=shared), math.inf).norms()
+        return decide(
+            rule, values, NOTHING, Step(all_reduce=all_reduce, shared=shared), math.inf
+        ).norms()
 
 
 def clip_grads_with_norm_(
@@ -224,7 +243,7 @@ def clip_grads_with_norm_(
     total_norm: float | Array,
     foreach: bool | None = None,
 ) -> None:
-    """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``, given their norm.
+    """Scale gradients of parameters in place by ``min(1, max_norm/total_norm)``, given their norm.
 
     Parameters
     ----------
@@ -233,8 +252,8 @@ def clip_grads_with_norm_(
     max_norm : float or 0-d tensor
         At least 0.
     total_norm : float or 0-d tensor
-        The result of `get_total_norm`, or of PyTorch's function of that name: with several processes that of all. If it
-        is NaN or infinite, all gradients become NaN.
+        The result of `get_total_norm`, or of PyTorch's function of that name: with several
+        processes that of all. If it is NaN or infinite, all gradients become NaN.
     foreach : bool, optional
         Ignored; accepted for compatibility with PyTorch.
 
@@ -254,14 +273,19 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     rule, norm = by_global_norm(_limit("max_norm", max_norm)), _known(total_norm)
-    decide(rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)).clip_leaves()
+    decide(
+        rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)
+    ).clip_leaves()
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
 _NUMBERS, _CPU = {float, int}, torch.device("cpu")
 _DISTRIBUTED = torch.distributed.is_available()
-_RULES: dict[Any, Rule] = {(p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
-                           for p in (1.0, 2.0, math.inf) for flag in (False, True)}  # fmt: skip
+_RULES: dict[Any, Rule] = {
+    (p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
+    for p in (1.0, 2.0, math.inf)
+    for flag in (False, True)
+}
 
 
 def _rule(norm_type: Any, error_if_nonfinite: bool) -> Rule:
@@ -271,7 +295,10 @@ def _rule(norm_type: Any, error_if_nonfinite: bool) -> Rule:
 
 
 def grad_of(parameter: Any) -> Any:
-    """Return the gradient of a parameter; zeros for a distributed one without, as others may have one."""
+    """Return the gradient of a parameter.
+
+    Zeros for a distributed one without, as others may have one.
+    """
     grad = parameter.grad
     if grad is None and parameter.requires_grad and is_dtensor(parameter):
         return torch.zeros_like(parameter, requires_grad=False)
@@ -280,17 +307,25 @@ def grad_of(parameter: Any) -> Any:
 
 def _grads_of(tensors: list[Any]) -> list[Any]:
     """Return the gradient of each tensor, or ``None``; refuse tensors that cannot have one."""
-    if tensors and type(tensors[0]) is not torch.nn.Parameter and not any(map(_can_have_grad, tensors)):
+    if (
+        tensors
+        and type(tensors[0]) is not torch.nn.Parameter
+        and not any(map(_can_have_grad, tensors))
+    ):
         msg = (
-            "parameters holds tensors that can have no gradient: pass the parameters, as in model.parameters(), whose "
-            ".grad is clipped; to clip tensors that are gradients, uc.clip_(tensors, uc.by_global_norm(max_norm))"
+            "parameters holds tensors that can have no gradient: pass the parameters, as in "
+            "model.parameters(), whose .grad is clipped; to clip tensors that are gradients, "
+            "uc.clip_(tensors, uc.by_global_norm(max_norm))"
         )
         raise TypeError(msg)
     return grads_of(tensors)
 
 
 def grads_of(tensors: list[Any]) -> list[Any]:
-    """Return the gradient of each tensor; zeros for a distributed one without, as other processes may have one."""
+    """Return the gradient of each tensor.
+
+    Zeros for a distributed one without, as other processes may have one.
+    """
     grads = [tensor.grad for tensor in tensors]
     return list(map(grad_of, tensors)) if any([grad is None for grad in grads]) else grads
 
@@ -311,13 +346,22 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
     module = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ParameterList)
     if type(given) is not list and (module or not isinstance(given, Iterable)):
         first = f", and {name} come first" if isinstance(given, Number) else ""
-        msg = f"{name} must be a tensor or an iterable of tensors, got {_described(given)}{first}: pass {usual}"
+        msg = (
+            f"{name} must be a tensor or an iterable of tensors, got {_described(given)}{first}: "
+            f"pass {usual}"
+        )
         raise TypeError(msg)
     tensors = list(given)
     if not tensors and isinstance(given, Iterator):
         why = "it was read before, or the module has no parameters"
-        warnings.warn(f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=3)
-    others = [other for other in tensors if not isinstance(other, torch.Tensor) and not (absent and other is None)]
+        warnings.warn(
+            f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=3
+        )
+    others = [
+        other
+        for other in tensors
+        if not isinstance(other, torch.Tensor) and not (absent and other is None)
+    ]
     if others:
         msg = f"{name} must hold tensors, got {_described(others[0])}: pass {usual}"
         raise TypeError(msg)
@@ -350,7 +394,10 @@ def _known(norm: Any) -> Any:
 def _order(norm_type: Any) -> float:
     """Return the order of a norm, which may be a string as in PyTorch."""
     if isinstance(norm_type, bool) or getattr(norm_type, "dtype", None) is torch.bool:
-        msg = f"norm_type must be a number of at least 1, got {norm_type}: write error_if_nonfinite={bool(norm_type)}"
+        msg = (
+            f"norm_type must be a number of at least 1, got {norm_type}: write "
+            f"error_if_nonfinite={bool(norm_type)}"
+        )
         raise TypeError(msg)
     try:
         order = float(norm_type)

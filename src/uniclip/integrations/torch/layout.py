@@ -30,19 +30,23 @@ _WHAT_TO_DO = (
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """The result of `check_layout`; printed, it says which norms differ, by how much, and what to do.
+    """The result of `check_layout`.
+
+    Printed, it says which norms differ, by how much, and what to do.
 
     Attributes
     ----------
     rule : str
         The rule.
     norm : float or None
-        The norm that one process would find, in float64; ``None`` for a rule with several norms or none.
+        The norm that one process would find, in float64; ``None`` for a rule with several norms or
+        none.
     norms : tuple of float or None
-        The norm that each process finds; ``None`` also where the step is refused or there is no gradient.
+        The norm that each process finds; ``None`` also where the step is refused or there is no
+        gradient.
     shares : tuple of float or None
-        For each process, the norm of what it holds by itself, in float64: copies have the norm of the whole, and
-        squares of those of parts add up to its square. ``None`` where ``norm`` is.
+        For each process, the norm of what it holds by itself, in float64: copies have the norm of
+        the whole, and squares of those of parts add up to its square. ``None`` where ``norm`` is.
     problems : tuple of str
         What is wrong (of processes and numbers the first eight), and what to do.
 
@@ -86,7 +90,9 @@ class LayoutCheck:
             norms = ["none" if norm is None else f"{norm:.6g}" for norm in self.norms]
             found = enumerate(zip(norms, self.shares, strict=True))
             lines += [f"one process: norm {self.norm:.6g}"]
-            lines += _first([f"process {rank}: norm {norm}, share {share:.6g}" for rank, (norm, share) in found])
+            lines += _first(
+                [f"process {rank}: norm {norm}, share {share:.6g}" for rank, (norm, share) in found]
+            )
         return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)])
 
 
@@ -106,14 +112,20 @@ class _Still(torch.optim.Optimizer):
 
 
 def check_layout(
-    optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, shared: Any = None, *, names: Names | None = None
+    optimizer: Optimizer,
+    rule: AnyRule,
+    all_reduce: Any = None,
+    shared: Any = None,
+    *,
+    names: Names | None = None,
 ) -> LayoutCheck:
-    """Check that a rule, on the processes of this run, finds the norms and factors that one process would.
+    """Check that a rule finds, on the processes of this run, the norms and factors of one process.
 
-    Call it once, in every process, after ``backward`` and before the step. It gathers the gradients of all processes on
-    the first one, clips them there by the rule's first step in float64, and compares. Neither gradients nor the
-    optimizer are changed. A layout does not depend on the size of a model, so check a small one: the first process
-    holds the plain tensors of all processes in main memory, and the whole of each DTensor.
+    Call it once, in every process, after ``backward`` and before the step. It gathers the gradients
+    of all processes on the first one, clips them there by the rule's first step in float64, and
+    compares. Neither gradients nor the optimizer are changed. A layout does not depend on the size
+    of a model, so check a small one: the first process holds the plain tensors of all processes in
+    main memory, and the whole of each DTensor.
 
     Parameters
     ----------
@@ -123,26 +135,28 @@ def check_layout(
     Returns
     -------
     check : LayoutCheck
-        The same in all processes. ``check.ok`` tells whether everything agrees; printed, it says what differs.
-        ``check.raise_if_wrong()`` raises an error.
+        The same in all processes. ``check.ok`` tells whether everything agrees; printed, it says
+        what differs. ``check.raise_if_wrong()`` raises an error.
 
     Raises
     ------
     TypeError, ValueError
-        If ``optimizer`` is not an optimizer or ``rule`` not a rule, or if no process has a gradient.
+        If ``optimizer`` is not an optimizer or ``rule`` not a rule, or if no process has a
+        gradient.
 
     Notes
     -----
-    Plain tensors do not tell whether they are parts, so it is inferred from names and values. Leaves of one name whose
-    parameters are equal are copies, which count once; if their gradients differ they were never averaged, so their mean
-    is taken. If the parameters differ they are parts of one leaf; so give the optimizer the names of the whole model.
-    Parameters that are constant, such as biases of 0, look like copies even if they are parts: check after some steps.
+    Plain tensors do not tell whether they are parts, so it is inferred from names and values.
+    Leaves of one name whose parameters are equal are copies, which count once; if their gradients
+    differ they were never averaged, so their mean is taken. If the parameters differ they are parts
+    of one leaf; so give the optimizer the names of the whole model. Parameters that are constant,
+    such as biases of 0, look like copies even if they are parts: check after some steps.
 
-    An optimizer that averages gradients in its own ``step``, as Horovod's does, is clipped before that, which no check
-    sees: let it average first, clip by `clip_grad_norm_`, then step.
+    An optimizer that averages gradients in its own ``step``, as Horovod's does, is clipped before
+    that, which no check sees: let it average first, clip by `clip_grad_norm_`, then step.
 
-    Norms along axes of plain parts cannot be checked, which is a problem of its own. Those along an axis that DTensors
-    divide are not compared, as each process has the norms of its own part.
+    Norms along axes of plain parts cannot be checked, which is a problem of its own. Those along an
+    axis that DTensors divide are not compared, as each process has the norms of its own part.
 
     Examples
     --------
@@ -159,20 +173,29 @@ def check_layout(
     optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
     groups, known = optimizer.param_groups, names_of(names, optimizer)
     if names is not None:
-        named = [{"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]} for group in groups]
-        groups = [names | group for names, group in zip(named, groups, strict=True)]  # the optimizer's own first
+        named = [
+            {"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]}
+            for group in groups
+        ]
+        # The optimizer's own first.
+        groups = [names | group for names, group in zip(named, groups, strict=True)]
     alone, _ = _tried(lambda: _first_step(list(_held(groups, whole=False)), rule))
     found, refusal = _as_it_runs(groups, rule, all_reduce, shared)
     here = (list(_held(groups, whole=True)), _joint(alone), found, refusal)
     check = _of_all(here, lambda every: _compared(every, rule))
     if check is None:
-        msg = "no process has a gradient: call check_layout after backward, and before the step and zero_grad"
+        msg = (
+            "no process has a gradient: call check_layout after backward, and before the step and "
+            "zero_grad"
+        )
         raise ValueError(msg)
     return check
 
 
 def _held(groups: Any, *, whole: bool) -> Iterator[_Leaf]:
-    """Yield the leaves of this process that have a gradient, of a DTensor the whole or the own part."""
+    """Yield the leaves of this process that have a gradient,
+    of a DTensor the whole or the own part.
+    """
     for number, group in enumerate(groups):
         names = group.get("param_names", range(len(group["params"])))
         for name, p in zip(names, group["params"], strict=True):
@@ -203,7 +226,9 @@ def _numbers(report: Any) -> dict[str, Any]:
         leaves, spec = flatten(getattr(report, f"{name}s", None))
         for path, leaf in zip(spec.paths(), leaves, strict=True):
             if leaf is not None:
-                found[place(f"{name}s", path) if path else name] = leaf.detach().to("cpu", torch.float64)
+                found[place(f"{name}s", path) if path else name] = leaf.detach().to(
+                    "cpu", torch.float64
+                )
     return found
 
 
@@ -212,7 +237,9 @@ def _joint(numbers: dict[str, Any]) -> float | None:
     return numbers["norm"].item() if "norm" in numbers else None
 
 
-def _as_it_runs(groups: Any, rule: Any, all_reduce: Any, shared: Any) -> tuple[dict[str, Any], str | None]:
+def _as_it_runs(
+    groups: Any, rule: Any, all_reduce: Any, shared: Any
+) -> tuple[dict[str, Any], str | None]:
     """Return what `attach` finds, on copies of the gradients, and the error if it refuses."""
     still = _Still([group | {"params": list(map(_copy, group["params"]))} for group in groups], {})
     handle, refusal = _tried(lambda: attach(still, rule, all_reduce, shared))
@@ -234,7 +261,8 @@ def _tried(run: Callable[[], Any]) -> Any:
     """Return the result of a function, and the error that it raises."""
     try:
         return run(), None
-    except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:  # the last if another process failed
+    except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:
+        # The last if another process failed.
         return {}, f"{type(error).__name__}: {error}"
 
 
@@ -251,7 +279,10 @@ def _of_all(mine: Any, make: Callable[[list[Any]], Any]) -> Any:
 
 
 def _compared(every: list[Any], rule: Any) -> LayoutCheck | None:
-    """Compare what each process finds with what one with all leaves does; ``None`` if there is no gradient."""
+    """Compare what each process finds with what one with all leaves does.
+
+    ``None`` if there is no gradient.
+    """
     held, alone, found, refusals = zip(*every, strict=True)
     leaves = [leaf for some in held for leaf in some]
     if not leaves:
@@ -259,10 +290,17 @@ def _compared(every: list[Any], rule: Any) -> LayoutCheck | None:
     wanted, failed = _tried(lambda: _first_step(_merged(leaves, rule), rule))
     norm = _joint(wanted)
     problems = [f"in one process: {failed}"] if failed else []
-    problems += _first([f"process {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal])
-    differing = [f"process {rank}: {text}" for rank, some in enumerate(found) for text in _differences(some, wanted)]
+    problems += _first(
+        [f"process {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal]
+    )
+    differing = [
+        f"process {rank}: {text}"
+        for rank, some in enumerate(found)
+        for text in _differences(some, wanted)
+    ]
     problems += [*_first(differing), *_WHAT_TO_DO] if differing else []
-    shares = tuple(None if norm is None else share or 0.0 for share in alone)  # 0 where nothing is held
+    # 0 where nothing is held
+    shares = tuple(None if norm is None else share or 0.0 for share in alone)
     return LayoutCheck(short(rule), norm, tuple(map(_joint, found)), shares, tuple(problems))
 
 
@@ -270,7 +308,9 @@ def _merged(leaves: list[_Leaf], rule: Any) -> list[_Leaf]:
     """Return the leaves of one process: copies are averaged, parts of one leaf laid in a row."""
     copies: dict[Any, list[_Leaf]] = {}
     for leaf in leaves:
-        copies.setdefault((leaf.path, leaf.param.shape, leaf.param.numpy().tobytes()), []).append(leaf)
+        copies.setdefault((leaf.path, leaf.param.shape, leaf.param.numpy().tobytes()), []).append(
+            leaf
+        )
     parts: dict[Path, list[_Leaf]] = {}
     for some in copies.values():
         mean = torch.stack([leaf.grad for leaf in some]).mean(0)
@@ -279,10 +319,15 @@ def _merged(leaves: list[_Leaf], rule: Any) -> list[_Leaf]:
 
 
 def _in_a_row(parts: list[_Leaf], rule: Any) -> _Leaf:
-    """Return one leaf of all entries of its parts: norms of whole leaves do not depend on how these are laid out."""
+    """Return one leaf of all entries of its parts:
+    norms of whole leaves do not depend on how these are laid out.
+    """
     path, *both = zip(*parts, strict=True)
     if any(one.scope.axes is not None for one in rules_with_norms(rule)):
-        msg = f"norms along axes of {place('grads', path[0])} cannot be checked: processes have plain parts of it"
+        msg = (
+            f"norms along axes of {place('grads', path[0])} cannot be checked: processes have "
+            "plain parts of it"
+        )
         raise ValueError(msg)
     return _Leaf(path[0], *(torch.cat([one.flatten() for one in some]) for some in both))
 
@@ -291,8 +336,11 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]
     """Yield which numbers differ from those of one process, and by how much."""
     for name, here in found.items():
         there: Any = wanted.get(name, here)
-        # Norms along an axis that DTensors divide are those of the own part; all are float32 here, and float64 there.
-        if there.shape == here.shape and not torch.allclose(here, there, rtol=1e-5, atol=0, equal_nan=True):
+        # Norms along an axis that DTensors divide are those of the own part; all are float32 here,
+        # and float64 there.
+        if there.shape == here.shape and not torch.allclose(
+            here, there, rtol=1e-5, atol=0, equal_nan=True
+        ):
             worst = (here - there).abs().nan_to_num(torch.inf).argmax()
             one, other = here.flatten()[worst].item(), there.flatten()[worst].item()
             yield f"{name} {one:.6g}, in one process {other:.6g}, off by {one - other:.3g}"

@@ -24,7 +24,8 @@ def several() -> bool:
 
 
 def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) -> None:
-    """Refuse the parameters of FSDP1, plain tensors that are parts, unless ``all_reduce`` joins their norm.
+    """Refuse the parameters of FSDP1, plain tensors that are parts,
+    unless ``all_reduce`` joins their norm.
 
     Raises
     ------
@@ -38,29 +39,42 @@ def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) 
     one_norm = all(isinstance(one, Rule) and one.scope == all_leaves for one in parts)
     if not parts or (all_reduce is not None and one_norm):
         return
-    what = f"{name} holds parameters of FullyShardedDataParallel (FSDP1), of which each process has a part"
+    what = (
+        f"{name} holds parameters of FullyShardedDataParallel (FSDP1), of which each process has a "
+        "part"
+    )
     if all_reduce is not None:
         msg = (
-            f"{what} of several leaves as one, and {short(rule)} has a norm for each leaf: use FSDP2 "
-            "(torch.distributed.fsdp.fully_shard), or a rule with one norm for all, such as uc.by_global_norm(1.0)"
+            f"{what} of several leaves as one, and {short(rule)} has a norm for each leaf: use "
+            "FSDP2 (torch.distributed.fsdp.fully_shard), or a rule with one norm for all, such "
+            "as uc.by_global_norm(1.0)"
         )
         raise ValueError(msg)
     msg = (
         f"{what} that looks like the whole, so that each would clip by another norm: use FSDP2 "
-        "(torch.distributed.fsdp.fully_shard), give all_reduce=, the process group of that module, or use its own "
-        "clip_grad_norm_ instead"
+        "(torch.distributed.fsdp.fully_shard), give all_reduce=, the process group of that "
+        "module, or use its own clip_grad_norm_ instead"
     )
     raise ValueError(msg)
 
 
 def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
-    """Refuse to join norms of leaves without names, since other processes have leaves with the same numbers."""
-    unnamed = [p for group in param_groups if "param_names" not in group for p in group["params"] if p not in names]
+    """Refuse to join norms of leaves without names,
+    since other processes have leaves with the same numbers.
+    """
+    unnamed = [
+        p
+        for group in param_groups
+        if "param_names" not in group
+        for p in group["params"]
+        if p not in names
+    ]
     if unnamed and any(one.scope.label is None for one in rules_with_norms(rule)):
         msg = (
-            f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
-            "its parameters by their numbers only: give their names, by attach(optimizer, rule, names=model), or to "
-            "the optimizer, as in torch.optim.AdamW(model.named_parameters())"
+            f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, "
+            "but the optimizer knows its parameters by their numbers only: give their names, by "
+            "attach(optimizer, rule, names=model), or to the optimizer, as in "
+            "torch.optim.AdamW(model.named_parameters())"
         )
         raise ValueError(msg)
 
@@ -69,7 +83,8 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     """Return GradScaler's flag, set if it is set in any of the processes."""
     if found_inf is None or all_reduce is None:
         return found_inf
-    flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)  # 0 in a process without gradients
+    # 0 in a process without gradients
+    flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)
     return reducer_of(BACKEND, all_reduce)(flag.reshape(1), "max").reshape(())
 
 
