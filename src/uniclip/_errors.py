@@ -292,7 +292,8 @@ def printed(key: object) -> str:
 
 def stable(text: str) -> str:
     """Return the repr of a value, without memory addresses."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    # PyTorch up to 2.12 compiles no pattern.
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text) if " at 0x" in text else text
 
 
 def article(noun: str) -> str:
@@ -303,6 +304,20 @@ def article(noun: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def attributes_of(choice: Any) -> list[Any]:
+    """Return the values of an object's attributes.
+
+    Compilers, up to PyTorch 2.12 without ``__dict__``, its fields.
+    """
+    if compiling():
+        return (
+            [getattr(choice, field.name) for field in fields(choice)]
+            if is_dataclass(choice)
+            else []
+        )
+    return list(getattr(choice, "__dict__", {}).values())
 
 
 def held_by(function: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.plan import plan_of
 from uniclip._core.step import decide, first_state
 from uniclip._core.tree import Flat, open_tree
-from uniclip._errors import Origin, Printed, check, flag, held_by, one_of, settle
+from uniclip._errors import Origin, Printed, attributes_of, check, flag, held_by, one_of, settle
 from uniclip._types import NonFinite, Number, Step, T
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, NoState, PerGroup, Schedule
@@ -113,8 +113,7 @@ class Choices(Printed):
         constant = limit.value if type(limit) is Constant else None
         limits = [inner for _, inner in limit.limits] if isinstance(limit, PerGroup) else [limit]
         others = [inner for inner in limits if type(inner) is not Constant]
-        held = [value for inner in others for value in getattr(inner, "__dict__", {}).values()]
-        held += getattr(self.curve, "__dict__", {}).values()
+        held = [value for inner in (*others, self.curve) for value in attributes_of(inner)]
         held += [value for function in (self.curve, *held) for value in held_by(function)]
         holds_arrays = any([hasattr(value, "shape") for value in held])
         settle(

@@ -355,7 +355,7 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
             or isinstance(answer, (Number, str))
             or answer in {True, False}
         )
-        hash(answer)
+        frozenset((answer,))  # not hash, which PyTorch up to 2.12 cannot compile
     except TypeError:
         fits = False
     check("the label of a group", answer, fits, "hashable, such as a text or a number")

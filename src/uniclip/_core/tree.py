@@ -22,7 +22,7 @@ from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed, short
 from uniclip._types import Path, Step
-from uniclip.backends import DEFAULT, MET, Backend, backend_of, flatten_registered
+from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, flatten_registered
 from uniclip.backends.arrays import View, overlapping, overlaps_itself, same_shape
 from uniclip.backends.base import Kinds, Leaf, cast
 
@@ -105,7 +105,7 @@ class Opened(NamedTuple):
         get new memory.
         """
         repeated = same_memory(self.backend, self.leaves, self.place)
-        copied = {n for n in repeated & self.odd.keys() if self.odd[n].copied}
+        copied = {n for n in repeated if n in self.odd and self.odd[n].copied}
         return repeated, repeated - {
             n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])
         }
@@ -294,7 +294,7 @@ def open_tree(
         backend, numbers = kinds.backend, kinds.odd
     arrays, odd = leaves, {}
     if numbers:
-        with backend.quiet():
+        with backend.quiet(leaves[numbers[0]]):  # whose device may have a default dtype of its own
             each = [
                 (n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers
             ]
@@ -410,7 +410,7 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
             raise TypeError(msg)
         if view is not None and view.size:
             views[number] = view
-        elif view is None and unknown.setdefault(leaves[number], number) != number:
+        elif view is None and unknown.setdefault(_identity(leaves[number]), number) != number:
             again.add(number)
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
@@ -422,6 +422,11 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
             raise ValueError(msg)
         again.add(later)
     return again
+
+
+def _identity(leaf: Any) -> Any:
+    """Return what is equal for the same object only; a compiler knows no address of a tensor."""
+    return id(leaf) if type(leaf).__hash__ is None else leaf
 
 
 def _no_array(where: str, leaf: object) -> str:
@@ -463,7 +468,8 @@ def _put_in_order(theirs: Opened, given: Opened) -> Opened:
     """Return the parameters in the order of the gradients, by their paths,
     ``None`` where there is none.
     """
-    if theirs.spec == given.spec:
+    # PyTorch 2.11 and 2.12 cannot compile the comparison.
+    if not compiling() and theirs.spec == given.spec:
         return theirs
     numbers = {path: number for number, path in enumerate(theirs.paths())}
     order = [numbers.get(path) for path in given.paths()]

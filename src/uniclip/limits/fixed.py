@@ -308,7 +308,8 @@ class PerGroup(Printed, Limit):
         states = state if self.memory else [NoState()] * len(limits)
         rows = self._rows(limits, context)
         answers = [
-            limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)
+            limit.__call__(row.norms, one, row)
+            for (limit, row), one in zip(rows, states, strict=True)
         ]
         each = [
             _like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)

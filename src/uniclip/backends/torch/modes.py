@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 # PyTorch has no public functions for any of these.
@@ -61,7 +62,8 @@ def _before_dispatch() -> bool:
 
 def in_transform() -> bool:
     """Whether ``torch.func`` transforms the caller, so that a value may stand for many."""
-    return bool(_C._functorch.get_dynamic_layer_stack_depth())
+    # Compilers know the depth of the stack from PyTorch 2.13 on.
+    return bool(_C._are_functorch_transforms_active())
 
 
 def one_for_all(array: torch.Tensor) -> bool:
@@ -87,6 +89,17 @@ def is_recorded(array: torch.Tensor) -> bool:
     return in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
 
 
+class _Inside(DeviceContext):  # type: ignore[misc]
+    """A default device inside of another one, or of itself,
+    which up to PyTorch 2.10 ``DeviceContext`` cannot leave.
+    """
+
+    __enter__, __exit__ = TorchFunctionMode.__enter__, TorchFunctionMode.__exit__
+
+
+_Home = DeviceContext if hasattr(DeviceContext("cpu"), "prev_mode") else _Inside
+
+
 def at_home(array: Any) -> AbstractContextManager[Any] | None:
     """Return a context for new tensors on the device of ``array``, fake if it is.
 
@@ -101,4 +114,4 @@ def at_home(array: Any) -> AbstractContextManager[Any] | None:
     # torch.device itself. Without one, new tensors are on the CPU, and every device but one accepts
     # 0-d tensors from there.
     apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)
-    return DeviceContext(array.device) if apart else None
+    return _Home(array.device) if apart else None
