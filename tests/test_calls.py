@@ -172,48 +172,62 @@ VIEWS = {
     "view",
 }
 """Operations that start no kernel."""
-ONE = {
-    "_foreach_norm",
-    "_foreach_mul.Tensor",
-    "_foreach_mul.Scalar",
-    "_foreach_mul_.Tensor",
-    "_foreach_mul_.Scalar",
-}
-"""Operations on many tensors that start one kernel on CUDA;
-with a factor for each they start one for each.
-"""
 
 
-def kernels(rule: Any, leaves: int) -> int:
-    """Return how many kernels a step of a rule starts on an accelerator."""
+def starts(func: Any, args: tuple[Any, ...]) -> int:
+    """Return how many kernels an operation starts on CUDA: those of lists one for each tensor,
+    unless all are alike.
+
+    A 0-d factor must be of their dtype, too, and a list of factors of their shapes.
+    """
+    import torch
+
+    name, arrays = (
+        func.overloadpacket.__name__,
+        [x for x in args if isinstance(x, (torch.Tensor, list, tuple))],
+    )
+    if not arrays or name in VIEWS:  # without an array, a number becomes one
+        return 0
+    if not name.startswith("_foreach"):
+        return 1
+    first, *others = arrays
+    alike = len({array.dtype for array in first}) == 1
+    for other in others:
+        if isinstance(other, torch.Tensor):
+            alike = alike and other.dtype is first[0].dtype
+        elif isinstance(other[0], torch.Tensor):
+            alike = alike and all(
+                x.shape == y.shape and x.dtype is y.dtype for x, y in zip(first, other, strict=True)
+            )
+    return 1 if alike else len(first)
+
+
+def kernels(rule: Any, leaves: int, dtype: str) -> int:
+    """Return how many kernels a step of a rule starts on an accelerator, without Triton."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     count = 0
 
     class Kernels(TorchDispatchMode):
-        """Count the operations that start some."""
+        """Count what operations start."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             nonlocal count
-            name, arrays = (
-                func.overloadpacket.__name__,
-                [x for x in args if isinstance(x, (torch.Tensor, list, tuple))],
-            )
-            if arrays and name not in VIEWS:  # without an array, a number becomes one
-                each = (
-                    name.startswith("_foreach") and not {name, f"{name}.{func._overloadname}"} & ONE
-                )
-                count += len(args[0]) if each else 1
+            count += starts(func, args)
             return func(*args, **(kwargs or {}))
 
-    grads, params = ([torch.ones(8, 4 + number) for number in range(leaves)] for _ in range(2))
+    kind = getattr(torch, dtype)
+    grads, params = (
+        [torch.ones(8, 4 + number, dtype=kind) for number in range(leaves)] for _ in range(2)
+    )
+    needed = "params" in getattr(getattr(rule, "limit", None), "needs", ())
     with on_torch():
         state = rule.init(grads)
         with Kernels():
-            rule.update(grads, state, None if rule == RULES["by_global_norm"] else params)
+            rule.update(grads, state, params if needed else None, in_place=True)
     return count
 
 
@@ -224,16 +238,21 @@ RULES = {
     "zclip": uc.zclip(),
     "adagc": uc.adagc(),
     "agc": uc.agc(),
+    "skip": uc.by_global_norm(1.0, nonfinite="skip"),
+    "by_value": uc.by_value(-0.5, 0.5),
+    "autoclip": uc.autoclip(),
 }
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RULES)
-def test_kernels(name: str) -> None:
+def test_kernels(name: str, dtype: str) -> None:
     """A step on an accelerator starts as many kernels as were recorded,
     for two leaves and for twenty.
     """
-    judge("kernels", name, (kernels(RULES[name], 2), kernels(RULES[name], 20)))
+    key = name if dtype == "float32" else f"{name}, {dtype}"
+    judge("kernels", key, (kernels(RULES[name], 2, dtype), kernels(RULES[name], 20, dtype)))
 
 
 if __name__ == "__main__":  # print what is recorded of a framework

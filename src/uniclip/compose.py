@@ -13,12 +13,12 @@ import optree
 
 from uniclip._core.plan import is_new, refuse_one_answer
 from uniclip._core.step import state_where
-from uniclip._core.tree import Flat, backend_for, flatten, open_tree
+from uniclip._core.tree import Flat, Opened, backend_for, flatten, open_tree
 from uniclip._errors import check, describe, holds_arrays, home_of, real, settle, short
 from uniclip._types import Array, Number, Path, Step
-from uniclip.backends import DEFAULT, Backend, backend_of
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import broadcasts, from_numpy, same_shape, surely_ordered
-from uniclip.backends.base import cast
+from uniclip.backends.base import cast, fill_places
 from uniclip.limits import NoState
 from uniclip.report import ChainReport, Report, without_skip
 from uniclip.rule import BaseRule, Rule, take_step
@@ -237,21 +237,29 @@ class EachArray(BaseRule):
         """
         given = open_tree(grads, in_place=step.in_place, whole=True)
         backend, arrays, changes = given.backend, list(given.arrays), {}
+        made: dict[str, Any] = {}
         with backend.quiet(given.first):
-            for number in given.kinds.present:
+            again = given.find_repeated()[1] if step.in_place else set()
+            numbers = [number for number in given.kinds.present if number not in again]
+            for number in given.odd:
                 if given.is_sparse(number):
                     _with_place(given.place, number, self._refuse_rows, arrays[number])
+            new = self._change_all(given, [arrays[number] for number in numbers])
+            if new is not None:
+                if step.in_place:
+                    given.write(numbers)
+                    return given.spec.unflatten(given.leaves), state, Report()
+                return given.close(fill_places(arrays, new)), state, Report()
+            for number in given.kinds.present:
                 changes[number] = _with_place(
-                    given.place, number, self._change, backend, arrays[number], step.in_place
+                    given.place, number, self._change, given, arrays[number], made
                 )
             if step.in_place:
-                again = given.find_repeated()[1]
-                written = [number for number in changes if number not in again]
-                for number in written:
+                for number in numbers:
                     _with_place(
                         given.place, number, backend.write, arrays[number], *changes[number]
                     )
-                given.write(written)
+                given.write(numbers)
                 return given.spec.unflatten(given.leaves), state, Report()
             for number, (function, *operands) in changes.items():
                 arrays[number] = _with_place(
@@ -259,9 +267,15 @@ class EachArray(BaseRule):
                 )
             return given.close(arrays), state, Report()
 
-    def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
+    def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
+        """Return the changed arrays where a library changes many at once, else ``None``."""
+        return None
+
+    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
         """Return an elementwise function of the array and of operands that broadcast against it,
         and these operands.
+
+        What is ``made`` for one array can be kept there for those like it.
         """
         raise NotImplementedError
 
@@ -281,10 +295,10 @@ class Function(EachArray):
         """Return the function."""
         return show(self.function)
 
-    def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
+    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ARG002
         """Call the function, and return how to put the result in the place of the array."""
-        result, xp = self.function(array), backend.xp
-        if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
+        result, xp = self.function(array), given.backend.xp
+        if backend_of(result) is not given.backend or not same_shape(result.shape, array.shape):
             hint = f"; call {short(self.function)} first" if hasattr(result, "update") else ""
             msg = (
                 "the function must return an array like the one it got, but it returned "
@@ -293,7 +307,7 @@ class Function(EachArray):
             raise TypeError(msg)
         kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
         wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
-        if in_place and wide > narrow:
+        if given.in_place and wide > narrow:
             msg = (
                 f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; "
                 "use uc.clip"
@@ -346,20 +360,25 @@ class ByValue(EachArray):
             f"max={short(self.max)}"
         )
 
-    def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: ARG002, FBT001
+    def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:
+        """Clip many at once, if the bounds are numbers."""
+        low, high = self.min, self.max
+        if not (isinstance(low, Real) and isinstance(high, Real) and arrays):
+            return None
+        return given.backend.bound(arrays, float(low), float(high), in_place=given.in_place)
+
+    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
         """Return the function that clips, and the bounds in the dtype of the array."""
-        xp = backend.xp
+        backend, xp = given.backend, given.backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
             msg = (
                 f"complex numbers have no order to clip by value in, got {array.dtype}; clip by "
                 "norm instead"
             )
             raise TypeError(msg)
-        if xp.isdtype(array.dtype, "integral"):
-            low, high = (_whole(xp, bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
-        else:
-            low, high = self.min, self.max
-        low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
+        if str(array.dtype) not in made:
+            made[str(array.dtype)] = self._bounds(xp, array.dtype)
+        low, high = made[str(array.dtype)]
         for name, bound in (("min", low), ("max", high)):
             if not broadcasts(bound.shape, array.shape):
                 msg = (
@@ -371,6 +390,13 @@ class ByValue(EachArray):
             raise ValueError(self._wrong_way())
         low, high = (backend.to_device_of(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
+
+    def _bounds(self, xp: Any, dtype: Any) -> list[Any]:
+        """Return the bounds in the dtype of arrays."""
+        bounds = [self.min, self.max]
+        if xp.isdtype(dtype, "integral"):
+            bounds = [_whole(xp, bound, xp.iinfo(dtype)) for bound in bounds]
+        return [xp.asarray(bound, dtype=dtype) for bound in bounds]
 
 
 def _with_place(

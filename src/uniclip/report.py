@@ -150,6 +150,11 @@ class Report:
             return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
         if backend.traced(leaves[0]):
             return _WITHOUT_VALUES
+        with backend.quiet(leaves[0]):
+            return self._words(backend, leaves)
+
+    def _words(self, backend: Backend, leaves: list[Any]) -> str:
+        """Return norms, limits and flags that have values in one line."""
         scalars = self.scalars()
         if NORM not in scalars:  # of no example at all
             return "no norm measured"
@@ -239,7 +244,7 @@ class LazyReport(Report):
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not norms or some_absent or any([0 in n.shape for n in norms]):
             return super().scalars()
-        with plan.math.library.quiet():
+        with plan.math.backend.quiet(norms[0]):
             limits = list(map(plan.math.cast_limit, values.limits, norms))
             thresholds = list(map(plan.math.cast_limit, values.thresholds or (), norms))
             scalars = scalars_of(
@@ -251,8 +256,8 @@ class LazyReport(Report):
         _refuse_name(name)
         if name in self._fields or self.values is None:
             return self._fields[name]
-        math_ = self.values.plan.math
-        with math_.library.quiet():
+        math_, norms = self.values.plan.math, self.values.norms
+        with math_.backend.quiet(norms[0] if norms else None):
             field = _arrange(self.values, name)
         if not math_.compiled:  # a tracer of one branch must not be found in another
             self._fields[name] = field

@@ -200,8 +200,8 @@ PROMISES = [
     Promise(
         "in place, `uc.clip_`",
         (
-            "writes into NumPy and PyTorch arrays the values that `uc.clip` returns; elsewhere "
-            "`TypeError`"
+            "writes into arrays the values that `uc.clip` returns; `TypeError` where they never "
+            "change: JAX, TensorFlow"
         ),
         (programs.InPlace(),),
         checks.in_place,

@@ -132,7 +132,7 @@ class Strict(Framework):
 
     name = "array-api-strict"
     family = "array-api-strict"
-    writes = False
+    device = "CPU_DEVICE"
     missing = MappingProxyType(
         dict.fromkeys(("float16", "bfloat16"), "not in the array API standard")
     )
@@ -142,10 +142,41 @@ class Strict(Framework):
     def array(self, values: Any, dtype: str = "float32") -> Any:
         import array_api_strict as xp
 
-        return xp.asarray(np.asarray(values, dtype=dtype))
+        return xp.asarray(np.array(values, dtype=dtype), device=xp.Device(self.device))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        import array_api_strict as xp
+
+        return np.asarray(
+            array.to_device(xp.Device("CPU_DEVICE")) if hasattr(array, "to_device") else array
+        )
 
     def owns(self, array: Any) -> bool:
-        return type(array).__module__.startswith("array_api_strict")
+        import array_api_strict as xp
+
+        return type(array).__module__.startswith("array_api_strict") and array.device == xp.Device(
+            self.device
+        )
+
+
+class StrictDevice(Strict):
+    """The same on a device that NumPy cannot read,
+    and whose arrays cannot be mixed with those of another one.
+    """
+
+    name = "array-api-strict-device"
+    device = "device1"
+
+
+class StrictNoFloat64(StrictDevice):
+    """The same on one without float64."""
+
+    name = "array-api-strict-no-float64"
+    device = "no_float64"
+    default_float = "float32"
+    missing = MappingProxyType(
+        Strict.missing | dict.fromkeys(("float64", "complex128"), "the device has none")
+    )
 
 
 class MLX(Framework):
@@ -153,7 +184,6 @@ class MLX(Framework):
 
     name = "mlx"
     family = "MLX"
-    writes = False
     missing = MappingProxyType({"complex128": "MLX has none"})
     same_objects = False
     default_float = "float32"
@@ -521,7 +551,7 @@ class JAXx64(JAXJit):
 
 EAGER: dict[str, tuple[type[Framework], ...]] = {
     "numpy": (Framework,),
-    "strict": (Strict,),
+    "strict": (Strict, StrictDevice, StrictNoFloat64),
     "mlx": (MLX,),
     "torch": (Torch,),
     "tensorflow": (TensorFlow,),

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,7 @@ from uniclip._core.plan import Plan, plan_of
 from uniclip._core.tree import Opened, open_tree
 from uniclip._errors import short
 from uniclip.backends import Backend
-from uniclip.backends.arrays import spread
-from uniclip.backends.base import HOST, LIBRARY, Lane, cast
+from uniclip.backends.base import HOST, LIBRARY, Lane, Products, cast
 from uniclip.report import LazyReport, Report, StepValues, report_of
 from uniclip.scopes import everything
 
@@ -41,64 +39,70 @@ class Decision(NamedTuple):
 
     def clip_leaves(self) -> Any:
         """Return the clipped gradients, like those given."""
-        given, factors = self.given, self._factor_of_each_leaf()
-        backend, zero = given.backend, self.rule.zeroes
-        if given.in_place:
-            with backend.quiet(given.first):
-                multiply_in_place(given, factors, zero=zero)
-            return given.spec.unflatten(given.leaves)
+        given, numbers = self.given, self._changed()
         arrays = list(given.arrays)
-        if not factors:
-            return given.close(arrays)
-        with backend.quiet(given.first):
-            old = [arrays[number] for number in factors]
-            new = backend.scale(old, list(factors.values()), in_place=False, zero=zero)
-            for number, array in zip(factors, new, strict=True):
+        products = self._products(
+            numbers, [arrays[number] for number in numbers], self.values.factors
+        )
+        with given.backend.quiet(given.first):
+            if given.in_place:
+                multiply_in_place(given, numbers, products)
+                return given.spec.unflatten(given.leaves)
+            for number, array in zip(
+                numbers, given.backend.scale(products) if numbers else [], strict=True
+            ):
                 arrays[number] = array
             return given.close(arrays)
 
-    def _factor_of_each_leaf(self) -> dict[int, Any]:
-        """Return the factor of each leaf; those known to be 1 change nothing."""
-        by: dict[int, Any] = {}
+    def _changed(self) -> list[int]:
+        """Return the numbers of the leaves whose factors are not known to be 1,
+        in the order of blocks.
+        """
+        changed: list[int] = []
         for block, factors in zip(self.plan.blocks, self.values.factors, strict=True):
-            host = isinstance(factors, np.ndarray)
-            if host and (factors == 1).all():
-                continue
-            if host and factors.ndim == 1:
-                values = factors.tolist()
-            elif len(block.groups) == len(block.groups[0]) == 1:  # which one leaf uses
-                values = [factors[0, ...]]
-            else:
-                values = self.plan.math.backend.unstack(factors)
-            for value, group in zip(values, block.groups, strict=True):
-                if host and (value == 1 if isinstance(value, float) else (value == 1).all()):
-                    continue
-                for number in group:
-                    by[number] = value if isinstance(value, float) else self._spread(value, number)
-        return by
+            ones = [False] * len(block.groups)
+            if isinstance(factors, np.ndarray):
+                flags = factors == 1
+                ones = (
+                    flags if flags.ndim == 1 else flags.all(axis=tuple(range(1, flags.ndim)))
+                ).tolist()
+            changed += [
+                number
+                for one, group in zip(ones, block.groups, strict=True)
+                if not one
+                for number in group
+            ]
+        return changed
 
-    def _spread(self, value: Any, number: int) -> Any:
-        """Return the factor of a leaf, with its dimensions."""
-        part = self.given.part(number)
-        value = value if part is None else part.weigh(value, inverse=True)
-        return spread(
-            self.plan.math.library, value, self.given.arrays[number], self.plan.axes[number]
+    def _products(self, numbers: Sequence[int], arrays: list[Any], blocks: list[Any]) -> Products:
+        """Return the products of arrays in the places of leaves."""
+        given, plan = self.given, self.plan
+        return Products(
+            arrays,
+            blocks,
+            [plan.places[number] for number in numbers],
+            plan.along and [plan.along[number] for number in numbers],
+            [given.part(number) for number in numbers] if given.odd else None,
+            given.in_place,
+            self.rule.zeroes,
         )
 
     def summed(self) -> Any:
         """Return the sum of the clipped gradients along their first axis."""
         given, plan, backend = self.given, self.plan, self.given.backend
         _refuse_summed(given, plan)
-        xp, zero = backend.xp, self.rule.zeroes
+        xp, numbers = backend.xp, given.kinds.present
         with backend.quiet(given.first):
-            factors = [plan.math.to_library(rows) for rows in self.values.factors]
+            arrays = [given.arrays[number] for number in numbers]
+            wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
+            products = self._products(
+                numbers, wide, list(map(plan.math.to_library, self.values.factors))
+            )
             leaves: list[Any] = [None] * len(given.leaves)
-            for number in given.kinds.present:
-                block, row = plan.places[number]
+            for number, product in zip(
+                numbers, backend.scale(products._replace(in_place=False)), strict=True
+            ):
                 array, leaf = given.arrays[number], given.leaves[number]
-                factor = self._spread(factors[block][row, ...], number)
-                wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
-                [product] = backend.scale([wide], [factor], in_place=False, zero=zero)
                 total = xp.sum(product, axis=0)
                 total = cast(
                     xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype
@@ -116,35 +120,39 @@ class Decision(NamedTuple):
         return report_of(self.values)
 
 
-def multiply_in_place(opened: Opened, factors: dict[int, Any], *, zero: bool) -> None:
-    """Multiply arrays, each memory once.
+def multiply_in_place(opened: Opened, numbers: list[int], products: Products) -> None:
+    """Multiply some leaves, each memory once.
 
-    Entries that were made 0 when the tree was measured are written, too.
+    Entries that were made 0 when they were measured are written, too.
     """
     backend, odd = opened.backend, opened.odd
     arrays = [odd[n].array if n in odd else leaf for n, leaf in enumerate(opened.leaves)]
     zeroed = [n for n in opened.kinds.present if arrays[n] is not opened.arrays[n]]
-    if not (factors or zeroed):
+    if not (numbers or zeroed):
         return
     repeated, again = opened.find_repeated()
-    for number, leaf in odd.items():
-        if (
-            number in factors
+    for row, number in enumerate(numbers) if odd else ():
+        whole = (
+            number in odd
             and number not in repeated
             and number not in zeroed
-            and leaf.view is not None
-        ):
-            alike = math.prod(getattr(factors[number], "shape", ())) == 1
-            arrays[number] = leaf.view if alike else arrays[number]
+            and products.is_single(row)
+        )
+        if whole and odd[number].view is not None:
+            arrays[number] = odd[number].view
     for number in zeroed:
         if number not in again:
             backend.write(arrays[number], lambda _, new: new, opened.arrays[number])
-    pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
-    if pairs:
+    rows = (
+        [row for row, number in enumerate(numbers) if number not in again]
+        if odd or again or zeroed
+        else []
+    )
+    if rows or (numbers and not (odd or again or zeroed)):
         backend.scale(
-            [array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero
+            products.take(rows, [arrays[numbers[row]] for row in rows]) if rows else products
         )
-    changed = {*factors, *zeroed} - again
+    changed = {*numbers, *zeroed} - again
     opened.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
 
 

@@ -15,8 +15,8 @@ from uniclip._core.plan import Block, Plan
 from uniclip._core.tree import Opened
 from uniclip._errors import short
 from uniclip._types import Step
-from uniclip.backends.arrays import refuse_shape, spread, surely
-from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, in_groups
+from uniclip.backends.arrays import refuse_shape, surely
+from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, in_groups, spread
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def measure(inputs: Inputs) -> Measured:
         return Measured(
             norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
             params=None if params is None else math_.as_norms(norms[-1]),
-            sizes=None if sizes is None else math_.as_norms(sizes[0]),
+            sizes=None if sizes is None else sizes[0],
             present=None
             if joined.present is None
             else math_.as_norms([count > 0 for count in joined.present]),
@@ -135,7 +135,7 @@ def _given_norm(inputs: Inputs) -> Any:
     refuse an invalid one.
     """
     plan, backend, [zero] = inputs.plan, inputs.given.backend, zero_norms(inputs.plan, inputs.given)
-    norm = backend.xp.asarray(inputs.step.norm, dtype=zero.dtype)
+    norm = backend.to_device_of(zero, backend.xp.asarray(inputs.step.norm, dtype=zero.dtype))
     refuse_shape("norm", norm, zero)
     if surely(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
         msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
@@ -326,6 +326,6 @@ def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], 
         counts.append(plan.math.round_to_norms(size))
 
         # The norm of no entries is 0, and stays 0.
-        divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size))) ** power
-        by.append(divisor if plan.math.host else plan.math.to_library(divisor))
-    return counts, by
+        divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size)))
+        by.append(divisor**power)
+    return plan.math.as_norms(counts), plan.math.as_norms(by)

@@ -22,7 +22,7 @@ from uniclip._core.plan import Plan, plan_of, refuse_rows
 from uniclip._core.tree import Opened, flatten_known, open_tree, with_params
 from uniclip._errors import NonFiniteError, real, refuse_in_step, short
 from uniclip._types import Step
-from uniclip.backends import DEFAULT, MET, Backend, backend_of
+from uniclip.backends import MET, Backend, backend_of, library_of
 from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import (
     HOST,
@@ -33,6 +33,7 @@ from uniclip.backends.base import (
     cast,
     finite_or_zero,
     numbers_in_lane,
+    products_by,
 )
 from uniclip.curves import RejectAbove, hard, rejects, within
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
@@ -111,7 +112,9 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
             return None
         norm, limit, factor = numbers
         if factor != 1:
-            multiply_in_place(given, dict.fromkeys(given.kinds.present, factor), zero=False)
+            present = list(given.kinds.present)
+            arrays = [given.arrays[number] for number in present]
+            multiply_in_place(given, present, products_by(arrays, factor, in_place=True))
         return Lane(norm, limit, factor, given.leaves, given.kinds.device)
 
 
@@ -441,7 +444,7 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
     else:
         if plan.math.host and not isinstance(value, NUMPY):
             value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
-        value = xp.asarray(value, dtype=norms.dtype)
+        value = backend.to_device_of(norms, xp.asarray(value, dtype=norms.dtype))
         refuse_shape("limit", value, norms)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
@@ -485,10 +488,7 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
         # normal number.
         small = number and 0 < limits <= plan.math.largest_norm / 4
         plain = _divide_by_larger if small else _divide_where_limited
-        array = (
-            xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
-        )
-        limits = cast(xp, array, norms.dtype)
+        limits = cast(xp, xp.asarray(limits, dtype=norms.dtype) if number else limits, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = world.fast_values(plain, _hard)(norms, limits)
         else:
@@ -546,6 +546,7 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     if within(curve):
         return factors
     factors = xp.where(factors > plan.math.largest_factor, plan.math.largest_factor, factors)
+    limits = plan.math.backend.to_device_of(norms, limits)  # of which a condition must not be read
     return xp.where(limits >= plan.math.largest_norm, xp.ones_like(factors), factors)
 
 
@@ -554,7 +555,7 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     arrays: list[Any] = optree.tree_leaves(no)
     if not arrays:
         return yes
-    backend = backend_of(arrays[0]) or DEFAULT
+    backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return yes if bool(flag) else no
     return optree.tree_map(

@@ -318,7 +318,7 @@ def open_tree(
         backend, numbers = kinds.backend, kinds.odd
     arrays, odd = leaves, {}
     if numbers:
-        with backend.quiet():
+        with backend.quiet(leaves[numbers[0]]):  # whose device may have a default dtype of its own
             each = [
                 (n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers
             ]
@@ -434,7 +434,7 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
             raise TypeError(msg)
         if view is not None and view.size:
             views[number] = view
-        elif view is None and unknown.setdefault(leaves[number], number) != number:
+        elif view is None and unknown.setdefault(_identity(leaves[number]), number) != number:
             again.add(number)
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
@@ -446,6 +446,11 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
             raise ValueError(msg)
         again.add(later)
     return again
+
+
+def _identity(leaf: Any) -> Any:
+    """Return what is equal for the same object only; a compiler knows no address of a tensor."""
+    return id(leaf) if type(leaf).__hash__ is None else leaf
 
 
 def _no_array(where: str, leaf: object) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import array_api_compat
-import numpy as np
 
+from uniclip.backends.arrays import Standard
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "COMPILER",
@@ -26,6 +29,7 @@ __all__ = [
     "backend_of",
     "compiling",
     "flatten_registered",
+    "library_of",
     "numpy_of",
     "outlives",
     "tell_compilers",
@@ -116,8 +120,14 @@ def to_lists(array: Any) -> Any:
 
 def numpy_of(array: Any) -> np.ndarray[Any, Any]:
     """Return the values of an array of any library as one of NumPy."""
-    backend = backend_of(array)
-    return np.asarray(array) if backend is None else backend.to_host([array])[0]
+    return library_of(array).to_host([array])[0]
+
+
+def library_of(array: Any) -> Backend:
+    """Return the backend of an array of any dtype, also of flags, which are no gradients;
+    else the default one.
+    """
+    return backend_of(array) or MET.get(type(array)) or DEFAULT
 
 
 def outlives(arrays: list[Any]) -> bool:
@@ -177,5 +187,9 @@ def _other(leaf: Any) -> Backend | None:
     if not known:
         return None
     xp = array_api_compat.array_namespace(leaf)
-    same = (backend for backend in MET.values() if backend.xp is xp)
-    return next(same, None) or Backend(xp)
+    same = (
+        backend
+        for backend in MET.values()
+        if isinstance(backend, Standard) and backend.library is xp
+    )
+    return next(same, None) or Standard(xp, writes=array_api_compat.is_writeable_array(leaf))

@@ -2,14 +2,16 @@
 """What the core needs of a framework: an array API namespace,
 and hooks with defaults written in it.
 
-A library that follows the standard overrides nothing. Another one:
+A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
+backend. Another one:
 
 - *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who
   reads them: `mode`, `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
   `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
   `debug_infs`;
-- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`, `unstack`,
-  `memory`, `write`; and have parts in several processes: `reducer`, `copies`, `rank`;
+- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `piece`, `scale`,
+  `multiply`, `bound`, `unstack`, `memory`, `write`; and have parts in several processes: `reducer`,
+  `copies`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -20,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import and_, or_
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -215,6 +217,100 @@ class Terms(NamedTuple):
         return [rows] if len(self.blocks) == 1 else in_groups(rows, self.blocks)
 
 
+class Products(NamedTuple):
+    """The arrays that a step multiplies, and their factors;
+    for a product what `Terms` is for sums.
+    """
+
+    arrays: list[Array]
+    blocks: list[Any]
+    """The factors of each block of norms: an array of this library or NumPy's."""
+    places: Sequence[tuple[int, int]]
+    """The block and the row in it of the factor of each array."""
+    axes: Sequence[Axes] | None = None
+    """The axes of each array along which a factor is the same, ``None`` for all.
+
+    ``None`` if all have one factor.
+    """
+    parts: Sequence[Any] | None = None
+    """The part of a distributed leaf that each array is."""
+    in_place: bool = False
+    zero: bool = False
+    """Whether the product by 0 is 0, also that of NaN and ∞."""
+
+    def take(self, numbers: list[int], arrays: list[Array]) -> Products:
+        """Return the products of others in the places of some of the arrays."""
+        axes, parts = (
+            given and [given[number] for number in numbers] for given in (self.axes, self.parts)
+        )
+        return self._replace(
+            arrays=arrays,
+            places=[self.places[number] for number in numbers],
+            axes=axes,
+            parts=parts,
+        )
+
+    def is_single(self, number: int) -> bool:
+        """Whether one number multiplies a whole array."""
+        return math.prod(self.blocks[self.places[number][0]].shape[1:]) == 1
+
+    def factors(self, backend: Backend) -> list[Any]:
+        """Return the factor of each array: a Python number, or an array that broadcasts against it.
+
+        The arrays are of this library, or NumPy's.
+        """
+        users = [block for block, _ in self.places]
+        rows = {
+            block: _rows_of(backend, self.blocks[block], users.count(block)) for block in set(users)
+        }
+        found = [rows[block][row] for block, row in self.places]
+        if self.parts is not None:
+            each = zip(found, self.parts, strict=True)
+            found = [
+                value if part is None else part.weigh(value, inverse=True) for value, part in each
+            ]
+        if self.axes is None:
+            return found
+        every = zip(found, self.arrays, self.axes, strict=True)
+        return [spread(backend, value, array, axes) for value, array, axes in every]
+
+
+def products_by(
+    arrays: list[Array], factor: Any, *, in_place: bool = False, zero: bool = False
+) -> Products:
+    """Return the products of all arrays by one number."""
+    return Products(
+        arrays, [np.asarray([factor])], [(0, 0)] * len(arrays), in_place=in_place, zero=zero
+    )
+
+
+def _rows_of(backend: Backend, block: Any, users: int) -> Any:
+    """Return the factors of a block."""
+    if isinstance(block, np.ndarray):
+        return block.tolist() if block.ndim == 1 else block
+    return [block[0, ...]] if users == block.shape[0] == 1 else backend.unstack(block)
+
+
+def spread(backend: Backend, value: Any, array: Array, axes: Axes) -> Any:
+    """Return a norm's value, if it is not a Python number, on the device of the array,
+    with the array's dimensions.
+
+    That of a whole array fits as it is.
+    """
+    if not hasattr(value, "shape"):
+        return value
+    if isinstance(value, NUMPY):
+        return (
+            value
+            if axes is None
+            else value.reshape([1 if n in axes else m for n, m in enumerate(array.shape)])
+        )
+    value = backend.to_device_of(array, value)
+    for axis in axes or ():
+        value = backend.xp.expand_dims(value, axis=axis)
+    return value
+
+
 def fill_places(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
     """Return the leaves with other arrays in the places of those that are there."""
     left = iter(arrays)
@@ -222,7 +318,7 @@ def fill_places(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
 
 
 class Backend:
-    """Any array API library; a framework that needs more overrides hooks.
+    """The hooks, with defaults for arrays on one device, which NumPy reads and which never change.
 
     Parameters
     ----------
@@ -242,11 +338,6 @@ class Backend:
     def __init__(self, xp: Any) -> None:
         self.xp = xp
         self.known: dict[Any, Kinds] = {}
-
-    @cached_property
-    def _has_float64(self) -> bool:
-        info = getattr(self.xp, "__array_namespace_info__", None)
-        return info is not None and "float64" in info().dtypes()
 
     # What a leaf holds.
 
@@ -299,7 +390,10 @@ class Backend:
         which do not change while their kinds are the same.
         """
         return Facts(
-            any(map(self.traced, arrays)), all(map(self.readable, arrays)), True, self._has_float64
+            any(map(self.traced, arrays)),
+            all(map(self.readable, arrays)),
+            records=True,
+            double=True,
         )
 
     def traced(self, array: Array) -> bool:
@@ -387,19 +481,29 @@ class Backend:
 
         This avoids a wide copy of all of it.
         """
-        if self.traced(array) or math.prod(array.shape) <= PIECE:
+        if self.traced(array) or math.prod(array.shape) <= self.piece(array):
             return None
         flat = self.xp.reshape(array, (-1,))
-        return (flat[rows] for rows in row_slices(flat.shape))
+        return (flat[rows] for rows in row_slices(flat.shape, self.piece(array)))
 
-    def scale(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+    def piece(self, array: Array) -> int:
+        """Return how many entries of a large array are processed at a time."""
+        return PIECE
+
+    def scale(self, products: Products) -> list[Array]:
         """Return each array multiplied by its factor, in its own dtype.
 
-        The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast
-        against their array. With ``zero`` the product by 0 is 0, also that of NaN and ∞. A single
-        factor of 1 may do nothing.
+        A single factor of 1 may do nothing.
+        """
+        return self.multiply(
+            products.arrays, products.factors(self), in_place=products.in_place, zero=products.zero
+        )
+
+    def multiply(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Array]:
+        """Do as `scale`, given the factor of each array: Python numbers,
+        or arrays that broadcast against theirs.
         """
         if in_place:
             for array, factor in zip(arrays, factors, strict=True):
@@ -411,6 +515,15 @@ class Backend:
             times(self.xp, a, operand(self, a, f), zero)
             for a, f in zip(arrays, factors, strict=True)
         ]
+
+    def bound(
+        self, arrays: list[Array], low: float, high: float, *, in_place: bool
+    ) -> list[Array] | None:
+        """Return arrays with entries between two numbers, NaN as it is, at once.
+
+        ``None`` where that is not faster.
+        """
+        return None
 
     # Arrays that are changed in place; by default they never are.
 
@@ -536,7 +649,7 @@ def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = 
         return of(array, unit)
     if axes is None:
         return _combine(backend, [of(piece, unit) for piece in pieces], op_of(p))
-    rows = row_slices(array.shape)
+    rows = row_slices(array.shape, backend.piece(array))
     if 0 in axes:
         return _combine(backend, [of(array[part, ...], unit) for part in rows], op_of(p))
     parts = [of(array[part, ...], unit if unit is None else unit[part, ...]) for part in rows]
@@ -699,7 +812,7 @@ def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:
     """
     wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
     if zero:
-        wide = xp.where(xp.equal(factor, 0.0), xp.zeros_like(wide), wide)
+        wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
     product = wide * factor
     if xp.isdtype(wide.dtype, "complex floating"):  # a complex 1 changes the sign of a zero
         product = xp.where(xp.equal(factor, 1.0), wide, product)
@@ -715,12 +828,13 @@ def same(factors: Sequence[Any]) -> bool:
 
 def finite_or_zero(xp: Any, array: Array) -> Array:
     """Return the array with 0 for each entry that is not finite."""
-    return xp.where(xp.isfinite(array), array, xp.zeros_like(array))
+    # Beside a number NumPy widens bfloat16.
+    return cast(xp, xp.where(xp.isfinite(array), array, 0.0), array.dtype)
 
 
-def row_slices(shape: tuple[int, ...]) -> list[slice]:
+def row_slices(shape: tuple[int, ...], piece: int = PIECE) -> list[slice]:
     """Return slices of the first axis that cut a large array into pieces."""
-    step = max(1, PIECE * shape[0] // math.prod(shape))
+    step = max(1, piece * shape[0] // math.prod(shape))
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 

@@ -508,7 +508,7 @@ class _JAX(Backend):
             return None
 
         def scale(factor: float) -> list[Array]:
-            return self.scale(arrays, [factor] * len(arrays), in_place=False, zero=False)
+            return self.multiply(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
         [total] = _squares_here(arrays, [len(arrays)])
         return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
@@ -542,7 +542,7 @@ class _JAX(Backend):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return None  # a compiler makes no copy
 
-    def scale(
+    def multiply(
         self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array]:
         numbers = not any([hasattr(factor, "shape") for factor in factors])
@@ -551,11 +551,11 @@ class _JAX(Backend):
             # copies them.
             ok, new = (
                 jnp.equal(factors[0], 1),
-                super().scale(arrays, factors, in_place=False, zero=zero),
+                super().multiply(arrays, factors, in_place=False, zero=zero),
             )
             return [jnp.where(ok, *pair) for pair in zip(arrays, new, strict=True)]
         if in_place or (zero and not (numbers and all(factors))) or not _can_share_a_call(arrays):
-            return super().scale(arrays, factors, in_place=in_place, zero=zero)
+            return super().multiply(arrays, factors, in_place=in_place, zero=zero)
         if numbers:
             by: Any = np.asarray(
                 factors,
@@ -564,7 +564,7 @@ class _JAX(Backend):
         else:
             by = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
             if not _can_share_a_call(by) or any([jnp.iscomplexobj(array) for array in arrays]):
-                return super().scale(arrays, by, in_place=False, zero=zero)
+                return super().multiply(arrays, by, in_place=False, zero=zero)
         ends = range(0, len(arrays), _TOGETHER)
         return [
             new

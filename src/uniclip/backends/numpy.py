@@ -401,7 +401,7 @@ class _NumPy(Backend):
             return terms.in_blocks(squares(terms.arrays, terms.counts))
         return stack_terms(self, sums_of_arrays(terms), terms)
 
-    def scale(
+    def multiply(
         self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array]:
         plain = all([type(factor) is float and factor for factor in factors])
@@ -426,7 +426,7 @@ class _NumPy(Backend):
             or (array.dtype.kind == "c" and isinstance(factor, np.ndarray))
         ):
             new = array if in_place else np.array(array, order="K")
-            super().scale([new], [factor], in_place=True, zero=exact)
+            super().multiply([new], [factor], in_place=True, zero=exact)
             return new if isinstance(array, np.ndarray) else new[()]
         if in_place:
             return np.multiply(array, factor, out=array, casting="same_kind")

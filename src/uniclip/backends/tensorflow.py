@@ -310,7 +310,7 @@ class _TensorFlow(Backend):
         # user of the sum.
         return super().reduce_rows(_fence(rows) if _in_xla() else rows, op)
 
-    def scale(
+    def multiply(
         self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array]:
         products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
@@ -326,7 +326,7 @@ class _TensorFlow(Backend):
     ) -> list[Array]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
-            return super().scale(arrays, factors, in_place=in_place, zero=zero)
+            return super().multiply(arrays, factors, in_place=in_place, zero=zero)
         if all([isinstance(factor, float) for factor in factors]):
             by = {
                 pair: tf.constant(*pair)

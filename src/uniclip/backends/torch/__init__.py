@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from array_api_compat import torch as compat
 from torch.autograd.graph import increment_version
 
+from uniclip.backends.arrays import Address
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
@@ -25,6 +26,7 @@ from uniclip.backends.base import (
     Kinds,
     Leaf,
     Memory,
+    Products,
     Terms,
     enter_both,
     in_groups,
@@ -37,7 +39,16 @@ from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
 from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.fast_path import are_apart, in_order, lane, norm_of
+from uniclip.backends.torch.fast_path import (
+    are_apart,
+    bound,
+    by_dtype,
+    in_order,
+    kernels_on,
+    lane,
+    move,
+    norm_of,
+)
 from uniclip.backends.torch.modes import (
     at_home,
     in_forward_mode,
@@ -146,6 +157,42 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
         else torch.tensor(factors, dtype=kinds.pop(), device=_CPU)
     )
     return wide if same else list(wide.unbind())
+
+
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+"""Integers of the same size."""
+
+
+def _grouped(arrays: list[torch.Tensor], by: Any) -> list[tuple[list[torch.Tensor], Any]]:
+    """Return arrays and their factors by dtype; PyTorch takes one by one those of several."""
+    if not isinstance(by, torch.Tensor):
+        return [(arrays, by)]
+    return [(group, by) for group in by_dtype(arrays).values()]
+
+
+def _without_faults(arrays: list[torch.Tensor], by: Any, *, in_place: bool) -> list[torch.Tensor]:
+    """Return arrays with 0 for all entries, whatever they are, where the factor is 0;
+    else as they are.
+    """
+    bits = [array.view(_BITS[array.dtype]) for array in arrays]
+    kept: dict[int, torch.Tensor] = {}
+    if isinstance(by, torch.Tensor):
+        for dtype, group in by_dtype(bits).items():
+            made = (by != 0).to(dtype)
+            new = torch._foreach_mul_(group, made) if in_place else torch._foreach_mul(group, made)
+            kept.update(zip(map(id, group), group if in_place else new, strict=True))
+        new = [kept[id(array)] for array in bits]
+    else:
+        flags = [(factor != 0).to(array.dtype) for factor, array in zip(by, bits, strict=True)]
+        new = bits if in_place else torch._foreach_mul(bits, flags)
+        if in_place:
+            torch._foreach_mul_(bits, flags)
+    return arrays if in_place else [b.view(a.dtype) for a, b in zip(arrays, new, strict=True)]
 
 
 def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -288,21 +335,6 @@ def _replace_entries(leaf: Any, new: Any) -> None:
     increment_version(leaf)
 
 
-class _Address:
-    """A tensor's memory as NumPy sees it, for its address only; the contents are never read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            # An empty one has no address, which NumPy up to 2.1 does not take.
-            "data": (tensor.data_ptr() or 1, True),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(size * stride for stride in tensor.stride()),
-            "typestr": f"|V{size}",
-        }
-
-
 def _copy_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """Return the operand, copied if it is another view of the array to change."""
     if torch.compiler.is_compiling():  # it reads before it writes
@@ -336,13 +368,17 @@ def _view(leaf: Any) -> Any:
     if type(leaf) is not torch.Tensor or tracing() or valueless(leaf):
         return None
     values = torch.Tensor._values if leaf.layout is torch.sparse_coo else torch.Tensor.values
-    return np.asarray(_Address(leaf if leaf.layout is torch.strided else values(leaf)))
+    memory = leaf if leaf.layout is torch.strided else values(leaf)
+    size = memory.element_size()
+    strides = [size * stride for stride in memory.stride()]
+    return np.asarray(Address(memory.data_ptr(), memory.shape, strides, size))
 
 
 class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
     lane = staticmethod(lane)
+    bound = staticmethod(bound)
 
     def kinds(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -394,7 +430,7 @@ class _Torch(dtensor.Distributed):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         # A copy, as some arrays cannot be written.
         here = torch.as_tensor(np.array(array), device=_CPU)
-        return here if device == _CPU else here.to(device)
+        return here if device == _CPU else move(here, device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         # A CUDA graph overwrites the outputs of its last run.
@@ -416,6 +452,14 @@ class _Torch(dtensor.Distributed):
         if mode == HOST:
             return sums_here(self, terms)
         arrays, first = terms.arrays, terms.arrays[0]
+        kernels = (
+            kernels_on(first.device)
+            if mode == LIBRARY and terms.p == 2 and terms.units is None
+            else None
+        )
+        rows: list[Array] | None = None if kernels is None else kernels.sums(self, terms)
+        if rows is not None:
+            return rows
         if (
             mode != LIBRARY
             or terms.p != 2
@@ -431,52 +475,81 @@ class _Torch(dtensor.Distributed):
             return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
         return super().sums(mode, terms)
 
-    def scale(
+    def scale(self, products: Products) -> list[Array]:
+        first = products.arrays[0]
+        kernels = (
+            None if first.is_cpu or tracing() or in_forward_mode() else kernels_on(first.device)
+        )
+        fast: list[Array] | None = None if kernels is None else kernels.scale(products)
+        return super().scale(products) if fast is None else fast
+
+    def multiply(
         self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array]:
-        slow = zero and (
-            isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors])
+        slow = (
+            zero
+            and not isinstance(factors[0], torch.Tensor)
+            and any([np.any(factor == 0) for factor in factors])
         )
-        fast = None if slow else self._at_once(arrays, factors, in_place=in_place)
+        fast = None if slow else self._at_once(arrays, factors, in_place=in_place, zero=zero)
         return (
-            super().scale(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
+            super().multiply(arrays, factors, in_place=in_place, zero=zero)
+            if fast is None
+            else fast
         )
 
     def _at_once(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array] | None:
         """Return the products by one operation.
 
         ``None`` where that records derivatives or is traced.
         """
-        if not isinstance(factors[0], torch.Tensor):
-            if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
+        numbers = not isinstance(factors[0], torch.Tensor)
+        ready = (self._numbers_for if numbers else self._tensors_for)(arrays, factors)
+        if ready is None or (
+            in_place and any([array.is_neg() or array.is_conj() for array in arrays])
+        ):
+            return None
+        by = _operands(arrays, ready)
+        if zero and not numbers:  # by 0 if NaN may be multiplied: bits by 0
+            if not all([array.dtype in _BITS for array in arrays]):
                 return None
-            if any([isinstance(factor, np.ndarray) for factor in factors]):
-                if not all([array.is_cpu and array.dtype in REAL for array in arrays]):
-                    return None
-                factors = [
-                    self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU)
-                    for f, a in zip(factors, arrays, strict=True)
-                ]
-        else:
-            pairs = list(zip(factors, arrays, strict=True))
-            apart = len({array.device for pair in pairs for array in pair}) > 1
-            if apart or tracing() or any([is_recorded(array) for pair in pairs for array in pair]):
-                return None
-            if any([factor.ndim and factor.dtype is not array.dtype for factor, array in pairs]):
-                return None
-        by = _operands(arrays, factors)
+            arrays = _without_faults(arrays, by, in_place=in_place)
+            in_place = True
         if not in_place:
             new = torch._foreach_mul(arrays, by)
             # 0-d ones now have the dtype of the factor.
             return [
                 a if a.dtype is b.dtype else a.to(b.dtype) for a, b in zip(new, arrays, strict=True)
             ]
-        if any([array.is_neg() or array.is_conj() for array in arrays]):
-            return None
-        torch._foreach_mul_(arrays, by)  # nothing here records a derivative
+        for group, factors_of_group in _grouped(arrays, by):
+            torch._foreach_mul_(group, factors_of_group)  # nothing here records a derivative
         return arrays
+
+    def _numbers_for(self, arrays: list[Array], factors: Sequence[Any]) -> Sequence[Any] | None:
+        """Return factors that the host reads, if one operation takes all."""
+        if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
+            return None
+        if not any([isinstance(factor, np.ndarray) for factor in factors]):
+            return factors
+        if not all([array.is_cpu and array.dtype in REAL for array in arrays]):
+            return None
+        return [
+            self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU)
+            for f, a in zip(factors, arrays, strict=True)
+        ]
+
+    @staticmethod
+    def _tensors_for(arrays: list[Array], factors: Sequence[Any]) -> Sequence[Any] | None:
+        """Return factors that are tensors, if one operation takes all."""
+        pairs = list(zip(factors, arrays, strict=True))
+        apart = len({array.device for pair in pairs for array in pair}) > 1
+        if apart or tracing() or any([is_recorded(array) for pair in pairs for array in pair]):
+            return None
+        return (
+            None if any([f.ndim and f.dtype is not array.dtype for f, array in pairs]) else factors
+        )
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
@@ -516,8 +589,12 @@ class _Torch(dtensor.Distributed):
             return self._open_coo(leaf, in_place=in_place)
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
-            back = partial(make, outer(leaf), inner(leaf), size=leaf.shape, check_invariants=False)
-            values = leaf.values()
+            indices, values = (outer(leaf), inner(leaf)), leaf.values()
+
+            def back(new: Array) -> Any:
+                with torch.sparse.check_sparse_tensor_invariants(enable=False):
+                    return make(*indices, new, size=leaf.shape, check_invariants=False)
+
             return Leaf(values, back, values, ())
         return super().leaf(leaf, in_place=in_place, whole=whole)
 

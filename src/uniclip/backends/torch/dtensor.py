@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uniclip.backends.base import Backend, Leaf, Op, Reduce
+from uniclip.backends.torch.fast_path import move
 from uniclip.backends.torch.modes import is_recorded, tracing
 
 _KEPT = 4096
@@ -311,7 +312,7 @@ class Distributed(Backend):
     def to_device_of(self, other: Any, array: Any) -> Any:
         if is_dtensor(array):
             return array
-        array = array.to(other.device)
+        array = move(array, other.device)
         return _replicate(other.device_mesh, array) if is_dtensor(other) else array
 
     def reducer(self, all_reduce: Any) -> Reduce | None:

@@ -7,12 +7,15 @@ so it uses PyTorch alone. Nothing is remembered from step to step, since any gra
 replaced.
 
 On the CPU the norm is read, and nothing is written within the limit. On an accelerator, where the
-host would wait for it, nothing is read, and eight kernels run, as many as in PyTorch's own
-function.
+host would wait for it, nothing is read: three kernels of `uniclip.backends.torch.triton` run, of
+which the last writes nothing within the limit; or without Triton eight of PyTorch, and one for each
+tensor of half precision.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any
@@ -38,7 +41,30 @@ _SHORT = 2**13
 """The number of entries up to which a copy takes no longer than norms of rows."""
 _ACCELERATORS = {"cuda", "xpu"}
 """The kinds of devices with float64 whose memory has addresses."""
+_FEW = 256
+"""How many numbers a CUDA graph gets from the host, each by a kernel of its own."""
 _PARAMETERS = {torch.nn.Parameter}
+_SINGLE = {_FLOAT32, *_HALVES}
+KERNELS: dict[str, Any] = {}
+"""The module `uniclip.backends.torch.triton`, or ``None``, by kind of device."""
+
+
+def kernels_on(device: torch.device) -> Any:
+    """Return the kernels that take many tensors of a device, ``None`` if there are none."""
+    if device.type not in KERNELS:
+        KERNELS[device.type] = _load_kernels() if device.type in _ACCELERATORS else None
+    return KERNELS[device.type]
+
+
+def _load_kernels() -> Any:
+    """Return the module of kernels, ``None`` without Triton, or where the user wants none."""
+    if os.environ.get("UNICLIP_TRITON") == "0":
+        return None
+    try:
+        from uniclip.backends.torch import triton
+    except ImportError:
+        return None
+    return triton
 
 
 def gradients_of(params: list[Any]) -> list[Any] | None:
@@ -83,18 +109,72 @@ def _lane_of_device(
     device = arrays[0].device
     if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
         return None
-    if not all([array.dtype is _FLOAT32 and array.device == device for array in arrays]):
+    if not all([array.dtype in _SINGLE and array.device == device for array in arrays]):
         return None
-    if in_place and not are_apart(arrays):
+    if not (are_apart(arrays) if in_place else are_dense(arrays)):
         return None
     most = float(np.float32(limit))
-    norm = vector_norm(torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float64))).to(
-        _FLOAT32
-    )
+    kernels = kernels_on(device)
+    clipped = None if kernels is None else kernels.clip(arrays, most, in_place=in_place)
+    if clipped is not None:
+        norm, factor, new = clipped
+        return Lane(norm, most, factor, leaves if in_place else fill_places(leaves, new), device)
+    groups = list(by_dtype(arrays).values())
+    norms = [
+        norm for group in groups for norm in torch._foreach_norm(group, 2, dtype=torch.float64)
+    ]
+    norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
     # Exactly 1 within the limit. A number divided by a tensor would be two kernels.
     ratio = torch.div(torch.scalar_tensor(most, dtype=_FLOAT32, device=_CPU), norm.clamp(min=most))
     factor = torch.add(ratio, norm, alpha=0)  # NaN if the norm is not finite
-    return Lane(norm, most, factor, _scale(leaves, arrays, factor, in_place=in_place), device)
+    if in_place:
+        for group in groups:
+            torch._foreach_mul_(group, factor)
+        return Lane(norm, most, factor, leaves, device)
+    if len(groups) > 1 or (
+        arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays])
+    ):
+        return None  # 0-d products would have the dtype of the factor
+    return Lane(norm, most, factor, _scale(leaves, arrays, factor, in_place=False), device)
+
+
+def by_dtype(arrays: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Return arrays by their dtype: PyTorch's functions of lists are fast for those of one."""
+    groups: dict[Any, list[Any]] = {}
+    for array in arrays:
+        groups.setdefault(array.dtype, []).append(array)
+    return groups
+
+
+def bound(arrays: list[Any], low: float, high: float, *, in_place: bool) -> list[Any] | None:
+    """Bring the entries of dense arrays between two numbers.
+
+    See `uniclip.backends.base.Backend.bound`.
+    """
+    if tracing() or in_forward_mode() or arrays[0].is_cpu or not _are_plain(arrays):
+        return None
+    groups, device = by_dtype(arrays), arrays[0].device
+    if not all([array.dtype.is_floating_point and array.device == device for array in arrays]):
+        return None
+    if not (are_apart(arrays) if in_place else are_dense(arrays)):
+        return None
+    kernels = kernels_on(device)
+    new = None if kernels is None else kernels.bound(arrays, low, high, in_place=in_place)
+    if new is not None:
+        return new
+    changed: dict[int, Any] = {}
+    for dtype, group in groups.items():
+        most = torch.finfo(dtype).max
+        least, largest = (
+            number if abs(number) <= most else math.copysign(math.inf, number)
+            for number in (low, high)
+        )
+        held = group if in_place else torch._foreach_clamp_min(group, least)
+        if in_place:
+            torch._foreach_clamp_min_(held, least)
+        torch._foreach_clamp_max_(held, largest)
+        changed.update(zip(map(id, group), held, strict=True))
+    return [changed[id(array)] for array in arrays]
 
 
 def norm_of(arrays: Sequence[Any]) -> float | None:
@@ -178,6 +258,33 @@ def _norms_of_rows(flat: Tensor) -> list[Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]
 
 
+def move(array: Tensor, device: Any) -> Tensor:
+    """Return a tensor on a device; what is sent to an accelerator does not wait for it."""
+    if array.device == device:
+        return array
+    if (
+        device.type not in _ACCELERATORS
+        or type(array) is not Tensor
+        or not array.is_cpu
+        or array.requires_grad
+    ):
+        return array.to(device)
+    if tracing() or in_forward_mode():
+        return array.to(device)
+    if array.numel() == 1:  # the number is an argument of a kernel, which also a CUDA graph keeps
+        return torch.full(array.shape, array.item(), dtype=array.dtype, device=device)
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return array.pin_memory().to(device, non_blocking=True)
+    if array.numel() > _FEW:  # which PyTorch refuses
+        return array.to(device)
+    each = [
+        torch.full((1,), value, dtype=array.dtype, device=device)
+        for value in array.reshape(-1).tolist()
+    ]
+    # A graph would read what the host's memory holds later.
+    return torch.cat(each).reshape(array.shape)
+
+
 def in_order(array: Tensor) -> Tensor:
     """Return the array with its axes in the order of memory."""
     return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
@@ -187,6 +294,18 @@ def _is_zero(array: Tensor) -> bool:
     """Whether all entries are 0, by their bits."""
     half = array.dtype is torch.bfloat16  # which NumPy does not have
     return all_zero((array.view(torch.int16) if half else array).numpy(force=True))
+
+
+def are_dense(arrays: list[Tensor]) -> bool:
+    """Whether arrays are without gaps, in any order of their axes,
+    and hold their values as they are.
+    """
+    return not any(
+        [
+            array.is_neg() or not (array.is_contiguous() or in_order(array).is_contiguous())
+            for array in arrays
+        ]
+    )
 
 
 def are_apart(arrays: list[Tensor]) -> bool:
