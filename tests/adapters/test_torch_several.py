@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import re
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -658,7 +663,12 @@ def test_where_the_memory_is() -> None:
         (Combined,),
         {"state_dict": lambda self: [one.state_dict() for one in self.optimizers]},
     )
-    for kind in (own, WithoutInit, Plain):
+    for kind in (
+        own,
+        WithoutInit,
+        Plain,
+        lambda one, _: WithoutHooks(one.param_groups[0]["params"]),
+    ):
         with pytest.warns(UserWarning, match=r"handle\.state_dict\(\)"):
             attach(kind(SGD([five()]), SGD([five()])), uc.autoclip())
         # which remembers nothing
@@ -689,9 +699,8 @@ class WithoutHooks:
 
 
 def test_an_object_without_hooks() -> None:
-    """It is clipped as an optimizer is, by a rule that skips, too.
-
-    Inside of another, nobody would see its steps.
+    """It is clipped as an optimizer is, by a rule that skips, too; inside of another if the groups
+    there have its parameters.
     """
     w = five()
     optimizer = WithoutHooks([w])
@@ -703,8 +712,16 @@ def test_an_object_without_hooks() -> None:
     torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
     handle.remove()
     assert "step" not in vars(optimizer)
+
+    one, other = both()
+    outer = Plain(SGD([one], lr=1.0), WithoutHooks([other]))
+    attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+    outer = Wrapper(SGD([five()]))
+    outer.second = WithoutHooks([five()])
     with pytest.raises(TypeError, match="runs no hooks"):
-        attach(Plain(SGD([five()]), WithoutHooks([five()])), uc.by_global_norm(1.0))
+        attach(outer, uc.by_global_norm(1.0))
 
 
 def test_what_is_refused() -> None:
@@ -738,3 +755,158 @@ def test_many_optimizers_by_parameter() -> None:
         outer.step()
     assert handle.report.norms.item() == pytest.approx(math.sqrt(300 * 148))
     assert len(str(error.value)) < 400
+
+
+class Scheduled(SGD):
+    """An optimizer that holds a helper with the same two attributes, and nothing that steps."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.helper = WithoutHooks(params)
+
+
+class Own(Optimizer):
+    """The same, of a class of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.scheduler = WithoutHooks(params)
+        self.scheduler.optimizer = self
+        self.mock = MagicMock()
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data -= p.grad
+
+
+@pytest.mark.parametrize("make", [partial(Scheduled, lr=1.0), Own])
+def test_a_helper_inside(make: Any) -> None:
+    """A scheduler that looks like an optimizer, or a mock, is none: what holds it is clipped."""
+    w = five()
+    optimizer = make([w])
+    assert attach(optimizer, uc.by_global_norm(1.0)).optimizer is optimizer
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+
+
+class Known(Optimizer):
+    """An optimizer that knows the wrapper around it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    step = Own.step
+
+
+def test_a_wrapper_that_is_known_inside() -> None:
+    """What is given is clipped, not the wrapper that it knows."""
+    w = five()
+    optimizer = Known([w])
+    optimizer.owner = Combined(optimizer)
+    assert attach(optimizer, uc.by_global_norm(1.0)).optimizer is optimizer
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_what_a_removed_rule_keeps_alive() -> None:
+    """Nothing: an optimizer is freed when it is used no more, without a collection of garbage."""
+    optimizer = SGD([five()], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0, nonfinite="skip")).remove()
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "pairs": lambda one: [("name", one)],
+    "set": lambda one: {one},
+    "deque": lambda one: deque([one]),
+    "key": lambda one: {one: "its scheduler"},
+    "tuple in a dict": lambda one: {"muon": (one, None)},
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_containers(held: Any) -> None:
+    """Optimizers are found in containers of containers, also where the outer groups lack them."""
+    one, other = both()
+    outer = Wrapper(SGD([one], lr=1.0))
+    second = SGD([other], lr=1.0)
+    outer.others = held(second)
+    outer.step = lambda: [outer.optimizer.step(), second.step()]
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert handle.report.norms.item() == 13
+
+
+def test_optimizers_that_take_turns() -> None:
+    """Two may have the same parameters; an attribute may point to the one that steps."""
+    w = five()
+    outer = Plain(SGD([w], lr=1.0), Adam([w], lr=1.0))
+    outer.step = lambda: (vars(outer).update(active=outer.optimizers[0]), outer.active.step())
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    outer.step()
+    assert handle.report.norms.item() == pytest.approx(1.0)
+
+
+class ByScaler(Combined):
+    """One whose step lets a loss scale step each optimizer."""
+
+    def step(self, scaler: Any = None) -> None:
+        for one in self.optimizers:
+            scaler.step(one)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_a_scaler_inside_of_a_step(options: dict[str, Any]) -> None:
+    """It divides the gradients after they were clipped: refused before a parameter moves."""
+    model = torch.nn.Linear(2, 1)
+    outer = ByScaler(*(SGD([p], lr=1.0, **options) for p in model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    attach(outer, uc.by_global_norm(1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    with pytest.raises(RuntimeError, match="by a GradScaler"):
+        outer.step(scaler)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_a_refused_attach_changes_nothing() -> None:
+    """Of what cannot be attached to, the optimizers inside have no hooks; a frozen one can."""
+    inner = SGD([five()], lr=1.0)
+    groups = property(lambda self: self.inner.param_groups)
+    slots = type(
+        "Slots", (), {"__slots__": ("inner", "other"), "step": None, "param_groups": groups}
+    )()
+    kind = type(slots)
+    kind.step = lambda self: (self.inner.step(), self.other.step())
+    slots.inner, slots.other = inner, SGD([five()], lr=1.0)
+    with pytest.raises(TypeError, match="has slots"):
+        attach(slots, uc.by_global_norm(1.0))
+    slots.step()
+
+    @dataclass(frozen=True)
+    class Frozen:
+        first: Any
+        second: Any
+
+        @property
+        def param_groups(self) -> Any:
+            return [*self.first.param_groups, *self.second.param_groups]
+
+        def step(self) -> None:
+            self.first.step()
+            self.second.step()
+
+    one, other = both()
+    outer = Frozen(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+    handle.remove()
+    assert "step" not in vars(outer)

@@ -159,7 +159,8 @@ def multiply_in_place(opened: Opened, numbers: list[int], products: Products) ->
 def _refuse_summed(given: Opened, plan: Plan) -> None:
     """Refuse norms over all examples, and leaves with different numbers of examples."""
     present = given.kinds.present
-    shapes = [tuple(given.shape_of(number)) for number in present]
+    every = given.shapes()
+    shapes = [tuple(every[number]) for number in present]
     for number, shape in zip(present, shapes, strict=True):
         axes = plan.axes[number]
         if shape and (axes is None or 0 in axes):

@@ -61,7 +61,7 @@ def plan_of(
     """
     trees = [given] if params is None else [given, params]
     parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.odd])
-    shapes = _shapes_of(given) if rule.by_shape and mode != TRACED else None
+    shapes = tuple(given.shapes()) if rule.by_shape and mode != TRACED else None
     key: Any = (
         given.spec,
         given.kinds,
@@ -81,18 +81,6 @@ def plan_of(
             rule.plans.clear()
         rule.plans[key] = plan
     return plan
-
-
-def _shapes_of(given: Opened) -> tuple[Any, ...]:
-    """Return the shape of each leaf, ``None`` for an absent one."""
-    if not given.odd:
-        return tuple([leaf if leaf is None else leaf.shape for leaf in given.leaves])
-    return tuple(
-        [
-            leaf if leaf is None else given.shape_of(number)
-            for number, leaf in enumerate(given.leaves)
-        ]
-    )
 
 
 class Plan:

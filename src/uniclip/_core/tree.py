@@ -96,13 +96,21 @@ class Opened(NamedTuple):
         """Whether a leaf stores only some of its rows, or of its entries."""
         return number in self.odd and self.odd[number].rows is not None
 
-    def shape_of(self, number: int) -> Any:
-        """Return the shape of a leaf that is present,
-        with ``None`` for lengths that are values of a graph.
+    def shapes(self) -> list[Any]:
+        """Return the shape of each leaf, with ``None`` for lengths that are values of a graph;
+        ``None`` for an absent leaf.
         """
-        leaf, odd = self.leaves[number], self.odd.get(number)
+        if not self.odd:
+            return [leaf if leaf is None else leaf.shape for leaf in self.leaves]
+        return [
+            leaf if leaf is None else self._shape_of(number)
+            for number, leaf in enumerate(self.leaves)
+        ]
+
+    def _shape_of(self, number: int) -> Any:
+        odd = self.odd.get(number)
         if odd is None or not isinstance(odd.shape, tuple):
-            return leaf.shape
+            return self.leaves[number].shape
         return tuple([length if isinstance(length, int) else None for length in odd.shape])
 
     def close(self, arrays: list[Any]) -> Any:
@@ -522,11 +530,12 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     if present and theirs.kinds.present and theirs.backend is not backend:
         msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
         raise TypeError(msg)
+    shapes = given.shapes()
     for number in present:
         if theirs.leaves[number] is None:
             msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
-        shape, of_gradient = theirs.leaves[number].shape, given.shape_of(number)
+        shape, of_gradient = theirs.leaves[number].shape, shapes[number]
         # Some are known at run time.
         if not (shape == of_gradient or same_shape(shape, of_gradient)):
             msg = (

@@ -147,10 +147,11 @@ def stepped_by(optimizer: Any, rule: Any) -> Stepped:
                 "defaults)"
             )
             raise TypeError(msg)
-    if not has_hooks(stepped.outer) and not hasattr(stepped.outer, "__dict__"):
+    kind = type(stepped.outer)
+    if not hasattr(stepped.outer, "__dict__") or not kind.__weakrefoffset__:
         msg = (
             f"{outer} has slots, so its step cannot be replaced by one that clips: give its class "
-            "a __dict__"
+            "a __dict__ and a __weakref__"
         )
         raise TypeError(msg)
     return stepped

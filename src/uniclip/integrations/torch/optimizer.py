@@ -47,8 +47,8 @@ from uniclip.integrations.torch.processes import (
     refuse_unnamed,
     several,
 )
-from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper
-from uniclip.integrations.torch.stepped import Stepped, has_hooks, parameters_of
+from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper, is_stepped_by_scaler
+from uniclip.integrations.torch.stepped import Stepped, has_hooks, parameter_ids, parameters_of
 from uniclip.report import Report
 from uniclip.rule import BaseRule, Rule
 from uniclip.saved import labels_of, renamed, shown
@@ -204,7 +204,8 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         reducer_of(BACKEND, all_reduce)  # which says what is taken
         refuse_unnamed(rule, groups, known)
     refuse_record(record, all_reduce)
-    if rule.memory and stepped.inner and not stepped.saves_state():
+    single = not stepped.inner and has_hooks(stepped.outer)
+    if rule.memory and not single and not stepped.saves_state():
         msg = (
             f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
             f"out what {short(rule)} remembers: save handle.state_dict() beside it, and load it "
@@ -289,11 +290,12 @@ class Attached:
         if self.record is not None:
             self.record.holder = ref(self)
 
+        # From here on nothing is refused: the optimizer changes.
         self._hooks: list[Any] = []
         self._attached = True
-        self._add_hooks()
         self._nested = _calls_super(self.optimizer)
         self._wrapper = self._wrap_step()
+        self._add_hooks()
         for one in (stepped.outer, *stepped.inner):
             _rules[one] = self.rule
 
@@ -395,6 +397,7 @@ class Attached:
             _rules.pop(one, None)
         if self._wrapper is not None:
             self._wrapper.remove()
+            self._wrapper = None
         while self._hooks:
             self._hooks.pop().remove()
         if self.record is not None:
@@ -561,6 +564,7 @@ class Attached:
             _outside(self._before_inner, optimizer, args, kwargs)
             return
         if self._taken is not None:
+            self._refuse_scaled_inside(optimizer)
             self._taken.add(id(optimizer))
             return
 
@@ -576,6 +580,19 @@ class Attached:
             "prepare); or attach a rule to each of the optimizers inside"
         )
         raise RuntimeError(msg)
+
+    def _refuse_scaled_inside(self, optimizer: Any) -> None:
+        """Refuse the step of an optimizer inside by a GradScaler: the rule has clipped gradients
+        that it has not divided yet.
+        """
+        if is_stepped_by_scaler():
+            outer = type(self.optimizer).__qualname__
+            msg = (
+                f"{outer} steps the {type(optimizer).__qualname__} inside by a GradScaler, which "
+                "divides the gradients after they were clipped: call scaler.step() with the "
+                f"{outer} itself, whose step calls step() of each optimizer inside"
+            )
+            raise RuntimeError(msg)
 
     def _refuse_others_inside(self) -> None:
         """Refuse a step of an object that holds other optimizers than before:
@@ -771,7 +788,8 @@ class Attached:
 
     def _read_versions(self) -> list[int]:
         """Return how often each parameter was written."""
-        return [p._version for p in self._params()]  # noqa: SLF001 - PyTorch has no public name for it
+        # PyTorch has no public name for it.
+        return [p._version for p in self._params()]  # noqa: SLF001
 
     def _hide(self) -> None:
         """Hide the gradients until the step is over,
@@ -817,8 +835,11 @@ class Attached:
         """Refuse a step in which an optimizer inside, whose parameters have gradients,
         has not stepped.
         """
+        # Two optimizers may have the same parameters, and take turns.
+        stepped = [one for one in self._stepped.inner if id(one) in (self._taken or ())]
+        known = parameter_ids(stepped)
         for one in self._stepped.inner:
-            if id(one) in (self._taken or ()) or all([p.grad is None for p in parameters_of(one)]):
+            if not any([p.grad is not None and id(p) not in known for p in parameters_of(one)]):
                 continue
             msg = (
                 f"{type(self.optimizer).__qualname__} took a step without the "

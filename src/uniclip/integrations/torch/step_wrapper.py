@@ -5,10 +5,13 @@ where hooks are not enough to clip before it or to stop it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
+
+import torch
 
 
 class SkippedStep(BaseException):
@@ -73,8 +76,9 @@ class StepWrapper:
             return self._run(step, args, kwargs)
 
         # A bound method, since schedulers look for its __func__.
-        self._method = MethodType(run, optimizer)
-        optimizer.step = self._method
+        self._method: MethodType | None = MethodType(run, optimizer)
+        # Into the dictionary, since a frozen dataclass takes no other way.
+        vars(optimizer)["step"] = self._method
 
     def remove(self) -> None:
         """Put the replaced ``step`` back.
@@ -82,11 +86,14 @@ class StepWrapper:
         A step that others have wrapped since then passes through.
         """
         self._removed = True
-        if vars(self._optimizer).get("step") is not self._method:
+        attributes = vars(self._optimizer)
+        if attributes.get("step") is not self._method:
             return
-        del self._optimizer.step
+        # Without a circle of references the optimizer is freed when it is used no more.
+        self._method = None
+        del attributes["step"]
         if self._replaced is not None:
-            self._optimizer.step = self._replaced
+            attributes["step"] = self._replaced
 
     def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer_depth, self.depth = self.depth, 0
@@ -104,3 +111,13 @@ class StepWrapper:
             self.depth = outer_depth
             if outer_depth is None:
                 self._end()
+
+
+def is_stepped_by_scaler() -> bool:
+    """Return whether a ``GradScaler`` takes the step of an optimizer inside of a wrapped step."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as the inspect module does
+    while frame is not None and not isinstance(frame.f_locals.get("self"), StepWrapper):
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False

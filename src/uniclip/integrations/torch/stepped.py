@@ -5,10 +5,16 @@ or one that holds several.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+_OF_OPTIMIZERS = {"state", "param_groups", "defaults"}
+"""What optimizers of PyTorch have, which holds tensors and numbers."""
+_DEPTH = 3
+"""How deep containers may lie in each other, as in a list of pairs of a name and an optimizer."""
 
 
 class Stepped:
@@ -21,7 +27,7 @@ class Stepped:
 
     def __init__(self, outer: Any, inner: list[Any]) -> None:
         self.outer, self.inner = outer, inner
-        self._held = [id(one) for one in _held_by(outer)]
+        self._held = list(_held_by(outer))
 
     @property
     def optimizers(self) -> list[Any]:
@@ -33,8 +39,9 @@ class Stepped:
         return [*self.inner, self.outer] if owns or not self.inner else self.inner
 
     def has_changed(self) -> bool:
-        """Return whether the outer object holds other optimizers than it did."""
-        return self._held != [id(one) for one in _held_by(self.outer)]
+        """Return whether the outer object holds an optimizer that it did not hold before."""
+        known = {id(one) for one in self._held}
+        return any(id(one) not in known for one in _held_by(self.outer))
 
     def saves_state(self) -> bool:
         """Return whether ``outer.state_dict()`` is PyTorch's own,
@@ -111,38 +118,64 @@ def _resolve(outer: Any, path: set[int]) -> tuple[Any, list[Any]]:
         if id(one) not in path:
             stepped = Stepped(*_resolve(one, path | {id(one)}))
             found[id(stepped.outer)] = stepped
+
+    # What has no hooks may be a helper, such as a scheduler. The outer object steps its parameters.
+    own = parameter_ids([outer])
+    for stepped in list(found.values()):
+        hooked = stepped.inner or has_hooks(stepped.outer)
+        if not hooked and parameter_ids([stepped.outer]) <= own:
+            del found[id(stepped.outer)]
     inner = list(
         {id(one): one for stepped in found.values() for one in stepped.optimizers}.values()
     )
 
     # The inner optimizer of ZeroRedundancyOptimizer has a part of the parameters, and no steps of
     # its own.
-    own, held = parameter_ids([outer]), parameter_ids(inner)
+    held = parameter_ids(inner)
     if _is_of_pytorch(outer) and held <= own:
         return outer, []
 
     if len(found) == 1 and (own == held or not hasattr(outer, "param_groups")):
         (stepped,) = found.values()
+        # An optimizer may know the wrapper around it.
+        if any(one is outer for one in _held_by(stepped.outer)):
+            return outer, []
         return stepped.outer, stepped.inner
     return outer, inner
 
 
 def _held_by(outer: Any) -> Iterator[Any]:
-    """Yield the optimizers in the attributes of an object, and in lists, tuples and dicts there."""
-    for value in vars(outer).values() if hasattr(outer, "__dict__") else ():
-        values = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (list, tuple))
-            else (value,)
-        )
-        yield from (one for one in values if is_optimizer(one))
+    """Yield the optimizers in the attributes of an object, and in containers there."""
+    for name, value in _attributes_of(outer):
+        if name not in _OF_OPTIMIZERS:
+            yield from _optimizers_in(value, _DEPTH)
+
+
+def _attributes_of(outer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object itself, in its ``__dict__`` and its slots."""
+    yield from getattr(outer, "__dict__", {}).items()
+    for base in type(outer).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and hasattr(outer, name):
+                yield name, getattr(outer, name)
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the optimizers in a value: itself, or what a container has, up to a depth."""
+    if is_held_optimizer(value):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set, frozenset, deque)):
+        for one in value:
+            yield from _optimizers_in(one, depth - 1)
+    elif depth and isinstance(value, dict):
+        for pair in value.items():
+            yield from _optimizers_in(pair, depth)
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether an object is stepped as an optimizer: one of PyTorch's,
-    or one with the same two attributes.
+    """Return whether an object is stepped as an optimizer: one of PyTorch's, or one with the same
+    two attributes.
     """
     if isinstance(value, torch.optim.Optimizer):
         return True
@@ -151,9 +184,24 @@ def is_optimizer(value: Any) -> bool:
     return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
 
 
+def is_held_optimizer(value: Any) -> bool:
+    """Return whether a value that was found in an object is an optimizer.
+
+    Only its class and its ``__dict__`` are asked, since an attribute of a stranger may do anything.
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    if isinstance(value, (type, torch.nn.Module)):
+        return False
+    has_groups = hasattr(type(value), "param_groups") or "param_groups" in getattr(
+        value, "__dict__", {}
+    )
+    return has_groups and callable(getattr(type(value), "step", None))
+
+
 def _is_of_pytorch(optimizer: Any) -> bool:
-    """Return whether an optimizer is, or inherits from, one of PyTorch's own,
-    whose ``step()`` takes all steps.
+    """Return whether an optimizer is, or inherits from, one of PyTorch's own, whose ``step()``
+    takes all steps.
     """
     bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}
     return any(base.__module__.startswith("torch.") for base in bases)
