@@ -835,6 +835,8 @@ def test_a_config_holds_the_call_that_made_a_rule() -> None:
         ("uniclip.later", {}),
         ("uniclip.zclip", {"later": 1}),
         ("uniclip.zclip", {"z": 1}),
+        ("uniclip.by_global_norm", {"max_norm": -1.0}),
+        ("uniclip.by_global_norm", {"max_norm": "1"}),
     ):
         call = {"preset": preset, "positional": [], "named": named}
         assert (

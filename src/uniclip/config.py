@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -214,11 +213,12 @@ def _settle_origin(rule: Any, call: Any, again: Callable[[Any], Any]) -> None:
     in_order = list(map(again, positional))
     by_name = {str(argument): again(value) for argument, value in named.items()}
     try:
-        signature(make).bind(*in_order, **by_name)
-    except TypeError:  # the preset of that version took other arguments
+        made = make(*in_order, **by_name)
+    except (TypeError, ValueError):
+        # Arguments of another version, or changed by hand: the rule itself was read from its
+        # fields, and prints its choices.
         return
 
-    made = make(*in_order, **by_name)
     # Without its origin, a rule prints its choices.
     if stable(repr(replace(made))) == stable(repr(rule)):
         settle(rule, origin=made.origin)

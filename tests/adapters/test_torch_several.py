@@ -549,28 +549,34 @@ class ClimbsFirst(SGD):
     """An optimizer that moves the parameters before it calls the closure, and back after it."""
 
     fails = False
+    through_data = False
+
+    def move(self, by: float) -> None:
+        for p in self.param_groups[0]["params"]:
+            if self.through_data:
+                p.data += by
+            else:
+                with torch.no_grad():
+                    p.add_(by)
 
     def step(self, closure: Any = None) -> Any:
-        params = self.param_groups[0]["params"]
-        with torch.no_grad():
-            for p in params:
-                p.add_(1.0)
+        self.move(1.0)
         loss = closure()
-        with torch.no_grad():
-            for p in params:
-                p.sub_(1.0)
+        self.move(-1.0)
         if self.fails:
             raise RuntimeError("a step failed")  # noqa: EM101, TRY003 - of a class that is not ours
         super().step()
         return loss
 
 
-def test_a_step_that_has_moved_something() -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_step_that_has_moved_something(*, through_data: bool) -> None:
     """It is not stopped in its middle: the rest of it goes on without gradients,
     and they come back after it.
     """
     w = five()
     optimizer = ClimbsFirst([w], lr=1.0)
+    optimizer.through_data = through_data
     attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
 
     def closure() -> float:
@@ -633,6 +639,18 @@ def test_a_step_in_backward(rule: Any) -> None:
         p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     with pytest.raises(RuntimeError, match="during backward"):
         model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_step_at_the_end_of_backward() -> None:
+    """Where all gradients are there the norm is known."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    engine = torch.autograd.Variable._execution_engine
+    hook = partial(engine.queue_callback, optimizer.step)
+    model.bias.register_hook(lambda _: hook())
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    assert handle.report.norms.item() == pytest.approx(math.sqrt(26))
 
 
 def test_a_step_of_one_leaf_in_backward() -> None:
@@ -852,6 +870,84 @@ def test_optimizers_that_take_turns() -> None:
     outer.step()
     outer.step()
     assert handle.report.norms.item() == pytest.approx(1.0)
+
+
+def test_optimizers_that_alternate() -> None:
+    """One may wait for its turn while its gradients are 0."""
+    one, other = both()
+    outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    turns = iter(outer.optimizers)
+    outer.step = lambda: next(turns).step()
+    handle = attach(outer, uc.by_global_norm(1.0))
+    other.grad.zero_()
+    outer.step()
+    one.grad.zero_()
+    other.grad = OTHER.clone()
+    outer.step()
+    assert handle.report.norms.item() == 12
+
+
+class Switches(Combined):
+    """A wrapper that takes its first steps by itself."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if self.count == 1:
+            for p in self.param_groups[0]["params"]:
+                p.data -= p.grad
+        elif self.count == 3:
+            super().step()
+
+
+def test_a_wrapper_that_moves_parameters_itself() -> None:
+    """Nothing clips for it, so it raises; one that waits, to accumulate gradients, is right."""
+    w = five()
+    optimizer = Switches(SGD([w], lr=1.0))
+    attach(optimizer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="moved the parameters without a step"):
+        optimizer.step()
+    w.data.zero_()
+    optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("make", [SGD, Moves])
+def test_a_scheduler_and_a_first_step_that_is_skipped(make: Any) -> None:
+    """The scheduler does not warn that no step came before it."""
+    w = five()
+    optimizer = make([w], lr=1.0)
+    scheduler = StepLR(optimizer, 1)
+    attach(optimizer, uc.by_global_norm(1.0, skip_above=1.0))
+    optimizer.step()
+    scheduler.step()
+    assert w.tolist() == [0.0, 0.0]
+
+
+def test_a_step_that_was_kept() -> None:
+    """A wrapper that runs the step of before the rule is clipped by hooks; after a step that failed
+    an inner one by itself is refused as ever.
+    """
+    one, other = both()
+    outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    kept = outer.step
+    handle = attach(outer, uc.by_global_norm(1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    outer.step = kept  # as Accelerate does, whose scaler then steps the outer one
+    one.grad, other.grad = 1024 * ONE, 1024 * OTHER
+    scaler.scale(torch.zeros(()))
+    scaler.step(outer)
+    assert handle.report.norms.item() == 13
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+
+    first = outer.optimizers[0].register_step_pre_hook(lambda *_: {}["none"])
+    with pytest.raises(KeyError):
+        outer.step()
+    first.remove()
+    with pytest.raises(RuntimeError, match="outside of the step of Combined"):
+        outer.optimizers[0].step()
 
 
 class ByScaler(Combined):

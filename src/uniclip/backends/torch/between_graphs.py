@@ -12,8 +12,9 @@ from __future__ import annotations
 from types import FunctionType
 
 import optree
-import torch
 from array_api_compat.torch import _aliases
+
+from uniclip.backends.torch.modes import ONLY_BETWEEN_GRAPHS
 
 
 def _leave_between_graphs() -> None:
@@ -33,5 +34,5 @@ def _leave_between_graphs() -> None:
                 skip_code(function.__code__)
 
 
-if torch.__version__ < (2, 11):
+if ONLY_BETWEEN_GRAPHS:
     _leave_between_graphs()

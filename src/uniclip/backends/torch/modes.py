@@ -17,6 +17,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+ONLY_BETWEEN_GRAPHS = torch.__version__ < (2, 11)
+"""Whether the compiler cannot compile uniclip, which runs between its graphs."""
+
 # PyTorch has no public functions for any of these.
 _C = torch._C
 _MODES = _C._TorchDispatchModeKey
@@ -29,7 +32,8 @@ def tracing() -> bool:
     """
     # First, as a compiler knows no other answer.
     if torch.compiler.is_dynamo_compiling():
-        from uniclip.backends.torch import between_graphs  # noqa: F401 - imported for old compilers
+        if ONLY_BETWEEN_GRAPHS:
+            from uniclip.backends.torch import between_graphs  # noqa: F401 - to tell the compiler
 
         return True
     return bool(
@@ -106,7 +110,7 @@ class _NestedDevice(TorchFunctionMode):  # type: ignore[misc]
 
 
 # Up to PyTorch 2.10 DeviceContext asserts that it is the only one. Compilers know only that class.
-_HomeDevice = DeviceContext if torch.__version__ >= (2, 11) else _NestedDevice
+_HomeDevice = _NestedDevice if torch.__version__ < (2, 11) else DeviceContext
 
 
 def at_home(array: Any) -> AbstractContextManager[Any] | None:

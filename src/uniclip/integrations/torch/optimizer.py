@@ -47,8 +47,14 @@ from uniclip.integrations.torch.processes import (
     refuse_unnamed,
     several,
 )
-from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper, is_stepped_by_scaler
-from uniclip.integrations.torch.stepped import Stepped, has_hooks, parameter_ids, parameters_of
+from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper, find_caller
+from uniclip.integrations.torch.stepped import (
+    Snapshot,
+    Stepped,
+    has_hooks,
+    parameter_ids,
+    parameters_of,
+)
 from uniclip.report import Report
 from uniclip.rule import BaseRule, Rule
 from uniclip.saved import labels_of, renamed, shown
@@ -273,8 +279,10 @@ class Attached:
         """Whether the step was given a closure that it has not called yet."""
         self._has_closure = False
         """Whether the step was given a closure."""
-        self._versions: list[int] | None = None
-        """The versions of the parameters before the first closure of a step, ``None`` after it."""
+        self._before_closure: Snapshot | None = None
+        """The parameters before the first closure of a step, ``None`` after it."""
+        self._around: dict[int, Snapshot] = {}
+        """The parameters before the steps of the wrappers that run, which call none inside yet."""
         self._taken: set[int] | None = None
         """The optimizers inside that have stepped in the current step, by identity.
 
@@ -326,6 +334,11 @@ class Attached:
         self._hooks += [
             one.register_step_pre_hook(self._before_inner) for one in self._stepped.inner
         ]
+        for one in filter(has_hooks, self._stepped.wrappers):
+            self._hooks += [
+                one.register_step_pre_hook(self._before_wrapper),
+                one.register_step_post_hook(self._after_wrapper),
+            ]
 
     def _wrap_step(self) -> StepWrapper | None:
         """Put a wrapper in the place of the step, if hooks alone cannot do what this rule and
@@ -507,6 +520,7 @@ class Attached:
         """Clip before a step; also the gradients of a closure, each time the step calls it."""
         if torch.compiler.is_dynamo_compiling():  # a compiled step would not see what is set for it
             return _outside(self._before, optimizer, args, kwargs)
+        self._around.clear()  # the wrappers around this step have called it
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if (
             closure is None
@@ -532,7 +546,7 @@ class Attached:
         if closure is None and "closure" in kwargs and self._makes_state(self._stepped.groups()):
             return None
         self._refuse_others_inside()
-        self._refuse_in_backward()
+        self._refuse_in_backward(kwargs)
         self._warn()
         if "grad_scaler" in kwargs:
             msg = (
@@ -547,7 +561,7 @@ class Attached:
             return None
         self._waits_for_closure = self._has_closure = True
         if wrapper is not None:
-            self._versions = self._read_versions()
+            self._before_closure = Snapshot(self._params())
         clipped = partial(self._evaluate, closure, given)
         return (
             ((args[0], clipped, *args[2:]), kwargs)
@@ -563,8 +577,12 @@ class Attached:
         if torch.compiler.is_dynamo_compiling():
             _outside(self._before_inner, optimizer, args, kwargs)
             return
-        if self._taken is not None:
+        caller = find_caller(self.optimizer)
+        if self._taken is not None and isinstance(caller, torch.amp.GradScaler):
             self._refuse_scaled_inside(optimizer)
+        # A step that failed, and that no wrapper saw, has not come to its end.
+        failed = caller is None and (self._wrapper is None or self._wrapper.depth is None)
+        if self._taken is not None and not failed:
             self._taken.add(id(optimizer))
             return
 
@@ -581,18 +599,39 @@ class Attached:
         )
         raise RuntimeError(msg)
 
+    def _before_wrapper(self, wrapper: Any, *_: Any) -> None:
+        """Note where the parameters are before the step of a wrapper around the optimizer."""
+        if torch.compiler.is_dynamo_compiling():
+            _outside(self._before_wrapper, wrapper)
+            return
+        self._around[id(wrapper)] = Snapshot(self._params())
+
+    def _after_wrapper(self, wrapper: Any, *_: Any) -> None:
+        """Refuse a wrapper that moves the parameters by itself: nothing clips for it."""
+        if torch.compiler.is_dynamo_compiling():
+            _outside(self._after_wrapper, wrapper)
+            return
+        before = self._around.pop(id(wrapper), None)
+        if before is not None and before.has_moved(self._params()):
+            msg = (
+                f"{type(wrapper).__qualname__} moved the parameters without a step of the "
+                f"{type(self.optimizer).__qualname__} inside, which has all of them and at whose "
+                "beginning the gradients are clipped: clip by hand before its step, by "
+                "clip_grad_norm_ or uc.clip_"
+            )
+            raise RuntimeError(msg)
+
     def _refuse_scaled_inside(self, optimizer: Any) -> None:
         """Refuse the step of an optimizer inside by a GradScaler: the rule has clipped gradients
         that it has not divided yet.
         """
-        if is_stepped_by_scaler():
-            outer = type(self.optimizer).__qualname__
-            msg = (
-                f"{outer} steps the {type(optimizer).__qualname__} inside by a GradScaler, which "
-                "divides the gradients after they were clipped: call scaler.step() with the "
-                f"{outer} itself, whose step calls step() of each optimizer inside"
-            )
-            raise RuntimeError(msg)
+        outer = type(self.optimizer).__qualname__
+        msg = (
+            f"{outer} steps the {type(optimizer).__qualname__} inside by a GradScaler, which "
+            "divides the gradients after they were clipped: call scaler.step() with the "
+            f"{outer} itself, whose step calls step() of each optimizer inside"
+        )
+        raise RuntimeError(msg)
 
     def _refuse_others_inside(self) -> None:
         """Refuse a step of an object that holds other optimizers than before:
@@ -605,9 +644,9 @@ class Attached:
             )
             raise RuntimeError(msg)
 
-    def _refuse_in_backward(self) -> None:
-        """Refuse a step during backward, where other gradients are not there yet,
-        if the rule needs them.
+    def _refuse_in_backward(self, kwargs: dict[str, Any]) -> None:
+        """Refuse a step during backward, where other gradients are not there yet, if the rule
+        needs them.
 
         Raises
         ------
@@ -615,6 +654,13 @@ class Attached:
             If a norm or a limit of the rule depends on several leaves.
         """
         if not self._spans_leaves or _backward_number() == -1:
+            return
+
+        # In a callback at the end of a backward pass, or in a pass of its own inside of one, an
+        # optimizer has all its gradients. One for each parameter knows no others.
+        waited_for = [p for p in self._params() if p.requires_grad]
+        complete = len(waited_for) > 1 and all([p.grad is not None for p in waited_for])
+        if complete and "param" not in kwargs:
             return
         msg = (
             f"{type(self.optimizer).__qualname__} took a step during backward, and a norm of "
@@ -690,7 +736,7 @@ class Attached:
         self._waits_for_closure = False
         loss = closure()
         self._clip(given if loss is None else loss, loss)
-        self._versions = None
+        self._before_closure = None
         return loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -781,15 +827,11 @@ class Attached:
             return
         # With a closure: an optimizer may evaluate it again, or have moved the parameters before
         # it.
-        if self._has_closure and self._versions != self._read_versions():
+        before = self._before_closure
+        if self._has_closure and (before is None or before.has_moved(self._params())):
             self._hide()
             return
         raise SkippedStep(result)
-
-    def _read_versions(self) -> list[int]:
-        """Return how often each parameter was written."""
-        # PyTorch has no public name for it.
-        return [p._version for p in self._params()]  # noqa: SLF001
 
     def _hide(self) -> None:
         """Hide the gradients until the step is over,
@@ -839,7 +881,9 @@ class Attached:
         stepped = [one for one in self._stepped.inner if id(one) in (self._taken or ())]
         known = parameter_ids(stepped)
         for one in self._stepped.inner:
-            if not any([p.grad is not None and id(p) not in known for p in parameters_of(one)]):
+            left = [p.grad for p in parameters_of(one) if id(p) not in known]
+            # Gradients of zeros are what `zero_grad(set_to_none=False)` leaves.
+            if not any([grad is not None for grad in left]) or bool(get_total_norm(left) == 0):
                 continue
             msg = (
                 f"{type(self.optimizer).__qualname__} took a step without the "
@@ -852,7 +896,7 @@ class Attached:
     def _end_step(self) -> None:
         """Leave nothing behind of a step."""
         self._give_back()
-        self._taken = self._versions = None
+        self._taken = self._before_closure = None
         self._waits_for_closure = self._has_closure = False
 
     def _give_back(self) -> None:

@@ -104,6 +104,9 @@ class StepWrapper:
             result = step(*args, **kwargs)
             self._after()
         except SkippedStep as skipped:
+            # A scheduler that wrapped the step before, and would warn that none was taken.
+            if hasattr(step, "_wrapped_by_lr_sched"):
+                self._optimizer._opt_called = True  # noqa: SLF001 - the mark of PyTorch's schedulers
             return skipped.loss
         else:
             return result
@@ -113,11 +116,17 @@ class StepWrapper:
                 self._end()
 
 
-def is_stepped_by_scaler() -> bool:
-    """Return whether a ``GradScaler`` takes the step of an optimizer inside of a wrapped step."""
+def find_caller(outer: Any) -> Any:
+    """Return what steps an optimizer inside of ``outer``: a ``GradScaler``, or ``outer`` itself.
+
+    ``None`` outside of a step of ``outer``.
+    """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as the inspect module does
-    while frame is not None and not isinstance(frame.f_locals.get("self"), StepWrapper):
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler):
+            return caller
+        if caller is outer or isinstance(caller, StepWrapper):
+            return outer
         frame = frame.f_back
-    return False
+    return None

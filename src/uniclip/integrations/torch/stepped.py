@@ -15,6 +15,8 @@ _OF_OPTIMIZERS = {"state", "param_groups", "defaults"}
 """What optimizers of PyTorch have, which holds tensors and numbers."""
 _DEPTH = 3
 """How deep containers may lie in each other, as in a list of pairs of a name and an optimizer."""
+_SAMPLE = 16
+"""How many elements of a parameter are compared to find out whether it has moved."""
 
 
 class Stepped:
@@ -24,10 +26,12 @@ class Stepped:
     """The object whose ``step()`` is called."""
     inner: list[Any]
     """The optimizers that its step calls; empty for a single optimizer."""
+    wrappers: list[Any]
+    """The wrappers around the outer object, which stand for it."""
 
     def __init__(self, outer: Any, inner: list[Any]) -> None:
-        self.outer, self.inner = outer, inner
-        self._held = list(_held_by(outer))
+        self.outer, self.inner, self.wrappers = outer, inner, []
+        self._held = list(_all_held_by(outer, set()))
 
     @property
     def optimizers(self) -> list[Any]:
@@ -39,9 +43,9 @@ class Stepped:
         return [*self.inner, self.outer] if owns or not self.inner else self.inner
 
     def has_changed(self) -> bool:
-        """Return whether the outer object holds an optimizer that it did not hold before."""
+        """Return whether there is an optimizer inside that was not there before."""
         known = {id(one) for one in self._held}
-        return any(id(one) not in known for one in _held_by(self.outer))
+        return any(id(one) not in known for one in _all_held_by(self.outer, set()))
 
     def saves_state(self) -> bool:
         """Return whether ``outer.state_dict()`` is PyTorch's own,
@@ -97,6 +101,38 @@ def has_hooks(optimizer: Any) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
+class Snapshot:
+    """What tells whether parameters have moved since, without a copy of them."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self._marks = _marks_of(params)
+        # A write through `p.data` leaves no mark, so a few elements are compared.
+        plain = [p for p in params if _is_plain(p) and p.requires_grad and p.numel()]
+        self._samples = [(p, _first_elements(p).clone()) for p in {*plain[:1], *plain[-1:]}]
+
+    def has_moved(self, params: list[Any]) -> bool:
+        """Return whether the parameters have moved; this reads values."""
+        if self._marks != _marks_of(params):
+            return True
+        return any(not torch.equal(_first_elements(p), sample) for p, sample in self._samples)
+
+
+def _marks_of(params: list[Any]) -> list[tuple[int, int]]:
+    """Return how often each parameter was written, and where it is."""
+    # PyTorch has no public name for the version.
+    return [(p._version, p.data_ptr() if _is_plain(p) else 0) for p in params]  # noqa: SLF001
+
+
+def _is_plain(p: Any) -> bool:
+    """Return whether a parameter has memory of its own, as no distributed one has."""
+    return type(p) is torch.nn.Parameter and not p.is_meta
+
+
+def _first_elements(p: Any) -> Any:
+    """Return a few elements of a parameter."""
+    return p.detach().reshape(-1)[:_SAMPLE]
+
+
 def find_stepped(optimizer: Any) -> Stepped:
     """Return the object whose ``step()`` is clipped where a user gives ``optimizer``.
 
@@ -104,19 +140,16 @@ def find_stepped(optimizer: Any) -> Stepped:
     wrappers of Accelerate, Lightning and SAM do. What holds others is stepped as one, with the
     optimizers inside.
     """
-    return Stepped(*_resolve(optimizer, {id(optimizer)}))
+    return _resolve(optimizer, {id(optimizer)})
 
 
-def _resolve(outer: Any, path: set[int]) -> tuple[Any, list[Any]]:
-    """Return the object that is stepped, and the optimizers that it holds.
-
-    ``path`` has the objects around it.
-    """
+def _resolve(outer: Any, path: set[int]) -> Stepped:
+    """Return what is stepped; ``path`` has the objects around ``outer``."""
     # Two attributes may lead to one optimizer, one of them through a wrapper.
     found: dict[int, Stepped] = {}
     for one in _held_by(outer):
         if id(one) not in path:
-            stepped = Stepped(*_resolve(one, path | {id(one)}))
+            stepped = _resolve(one, path | {id(one)})
             found[id(stepped.outer)] = stepped
 
     # What has no hooks may be a helper, such as a scheduler. The outer object steps its parameters.
@@ -133,15 +166,25 @@ def _resolve(outer: Any, path: set[int]) -> tuple[Any, list[Any]]:
     # its own.
     held = parameter_ids(inner)
     if _is_of_pytorch(outer) and held <= own:
-        return outer, []
+        return Stepped(outer, [])
 
     if len(found) == 1 and (own == held or not hasattr(outer, "param_groups")):
         (stepped,) = found.values()
         # An optimizer may know the wrapper around it.
         if any(one is outer for one in _held_by(stepped.outer)):
-            return outer, []
-        return stepped.outer, stepped.inner
-    return outer, inner
+            return Stepped(outer, [])
+        stepped.wrappers.append(outer)
+        return stepped
+    return Stepped(outer, inner)
+
+
+def _all_held_by(outer: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the optimizers in an object, and in these, each once."""
+    for one in _held_by(outer):
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            yield from _all_held_by(one, seen)
 
 
 def _held_by(outer: Any) -> Iterator[Any]:
