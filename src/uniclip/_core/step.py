@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -322,7 +323,7 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     limit, math_ = inputs.rule.limit, inputs.plan.math
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
-    old = optree.tree_map(math_.recall, state)
+    old = optree.tree_map(partial(math_.recall, context.norms), state)
     try:
         # Compilers call no object that is made inside, but its methods.
         answer = limit.__call__(context.norms, old, context)
@@ -551,9 +552,12 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return yes if bool(flag) else no
-    return optree.tree_map(
-        lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no
-    )
+
+    def choose(new: Any, old: Any) -> Any:
+        flag_there, old_there = (backend.to_device_of(new, array) for array in (flag, old))
+        return backend.xp.where(flag_there, new, old_there)
+
+    return optree.tree_map(choose, yes, no)
 
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
