@@ -63,12 +63,12 @@ class Measured(NamedTuple):
     """Whether all entries are finite, where that was looked at."""
 
 
-def measure(inputs: Inputs) -> Measured:
-    """Measure what a step needs.
+def measure(inputs: Inputs, given: Opened) -> Measured:
+    """Measure what a step needs, of gradients in which entries may have been made 0.
 
     All that processes join goes in one packet with the sums of leaves.
     """
-    rule, plan, given, params, step, _ = inputs
+    rule, plan, original, params, step, _ = inputs
     math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
     joins, sized = plan.joins, "sizes" in needs or bool(power)
     looks_at_entries = rule.nonfinite == "zero" and (
@@ -76,7 +76,7 @@ def measure(inputs: Inputs) -> Measured:
     )
     with _NO_CONTEXT if math_.host and joins is None else math_.library.allow_float64():
         packet = Packet(
-            unsound=[_count_nonfinite(plan, given)] if looks_at_entries else None,
+            unsound=[_count_nonfinite(plan, original)] if looks_at_entries else None,
             sizes=sizes_of(plan, given) if sized and plan.sizes is None else None,
         )
         if joins is not None:

@@ -186,9 +186,11 @@ def _viewable(backend: Backend, value: Any) -> bool:
 def _decide(inputs: Inputs, state: Any) -> Decision:
     """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
     rule, plan, given = inputs.rule, inputs.plan, inputs.given
-    measured, step_finite = measure(inputs), None
-    if rule.nonfinite == "zero":
-        given, measured = _without_nonfinite(inputs, measured)
+    if rule.nonfinite == "zero" and not plan.math.host:
+        given = _zero_nonfinite(plan, given)
+    measured, step_finite = measure(inputs, given), None
+    if rule.nonfinite == "zero" and plan.math.host:
+        given, measured = _measure_without_nonfinite(inputs, measured)
     norms = measured.norms
     faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
     if rule.decides:
@@ -210,21 +212,27 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     return Decision(rule, given, plan, values, new)
 
 
-def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
-    """Return gradients with 0 for entries that are not finite, and what is measured then."""
-    plan, given = inputs.plan, inputs.given
-    if plan.math.host:  # read twice only in a step in which it happens
-        # else processes hold parts: all of them measure again, or none
-        if measured.entries_finite is None:
-            measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
-        if bool(measured.entries_finite):
-            return given, measured
+def _zero_nonfinite(plan: Plan, given: Opened) -> Opened:
+    """Return gradients with 0 for entries that are not finite."""
     xp = plan.math.library.xp
-    given = given._replace(
-        arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays]
-    )
-    again = measure(inputs._replace(given=given, params=None, step=inputs.step._replace(loss=None)))
-    return given, measured._replace(norms=again.norms)
+    arrays = [None if array is None else finite_or_zero(xp, array) for array in given.arrays]
+    return given._replace(arrays=arrays)
+
+
+def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
+    """Return gradients with 0 for entries that are not finite, and what is measured then.
+
+    The host reads whether there are some, and reads the gradients twice only then.
+    """
+    plan, given = inputs.plan, inputs.given
+    # else processes hold parts: all of them measure again, or none
+    if measured.entries_finite is None:
+        measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
+    if bool(measured.entries_finite):
+        return given, measured
+    given = _zero_nonfinite(plan, given)
+    again = inputs._replace(given=given, params=None, step=inputs.step._replace(loss=None))
+    return given, measured._replace(norms=measure(again, given).norms)
 
 
 # How large norms may be.
@@ -544,20 +552,24 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     return xp.where(limits >= plan.math.largest_norm, xp.ones_like(factors), factors)
 
 
-def state_where(flag: Any, yes: Any, no: Any) -> Any:
-    """Return the first state where a flag is true, else the second."""
-    arrays: list[Any] = optree.tree_leaves(no)
+def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
+    """Return the new state where a flag is as expected, else the old one,
+    on the device of the new one.
+    """
+    arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
-        return yes
+        return new
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
-        return yes if bool(flag) else no
+        return new if bool(flag) is expected else old
 
     def choose(new: Any, old: Any) -> Any:
         flag_there, old_there = (backend.to_device_of(new, array) for array in (flag, old))
-        return backend.xp.where(flag_there, new, old_there)
+        pair = (new, old_there) if expected else (old_there, new)
+        return backend.xp.where(flag_there, *pair)
 
-    return optree.tree_map(choose, yes, no)
+    with backend.quiet(arrays[0]):
+        return optree.tree_map(choose, new, old)
 
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:

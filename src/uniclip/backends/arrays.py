@@ -236,6 +236,8 @@ class Standard(Backend):
         """Whether it may record derivatives; then it may be lazy, too."""
         self._devices: dict[str, _Device] = {}
         """By name, since devices need be neither hashable nor unique."""
+        self._lazy: dict[type, bool] = {}
+        """Whether arrays of a class may have no values yet."""
         self._refusals: dict[type, str | None] = {}
         """Why arrays of a class cannot be written, ``None`` if they can."""
 
@@ -290,7 +292,7 @@ class Standard(Backend):
             return cast(xp, array, narrow)
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
-        if all([self._device_of(array).on_host and not is_lazy_array(array) for array in arrays]):
+        if all([self._device_of(array).on_host and not self._is_lazy(array) for array in arrays]):
             return super().to_host(arrays)
 
         # One transfer for each dtype and device.
@@ -333,6 +335,14 @@ class Standard(Backend):
         named = [] if info is None else info().devices()
         devices = [_inspect_device(self.library, device) for device in named if device is not None]
         return next((device for device in devices if device.on_host), None)
+
+    def _is_lazy(self, array: Array) -> bool:
+        """Whether arrays of a class may have no values yet; array-api-compat may read one to say
+        so, which waits.
+        """
+        if type(array) not in self._lazy:
+            self._lazy[type(array)] = is_lazy_array(array)
+        return self._lazy[type(array)]
 
     # Sums and products.
 
@@ -412,7 +422,7 @@ class Standard(Backend):
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
     ) -> list[Array]:
-        if self.may_record or is_lazy_array(ok):
+        if self.may_record or self._is_lazy(ok):
             return super().cond(ok, usual, rare)
         # The one value that a step reads: `rare` would read the gradients twice more.
         return usual() if bool(ok) else rare()
