@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 
 COUNTS: Counter[str] = Counter()
-"""How many values were read ("reads"), and how many kernels were started ("launches")."""
+"""How many values were read ("reads"), how many kernels were started ("launches"), and how many
+entries arrays of constants have ("constants").
+"""
 VIEWS = {"broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze"}
 """Functions that start no kernel, and run on any device."""
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
+WIDE = ("float64", "complex128")
 FUNCTIONS_OF_DTYPES = {"finfo", "iinfo", "isdtype"}
 MAKERS = {"arange", "asarray", "empty", "eye", "full", "linspace", "ones", "zeros"}
 
@@ -45,7 +48,12 @@ class Device:
     def __repr__(self) -> str:
         return f"<Accelerator {self.number}>"
 
-    def __enter__(self) -> Device:
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of arrays there; the third device has no float64."""
+        return [name for name in DTYPES if self.number < 2 or name not in WIDE]
+
+    def __enter__(self) -> Device:  # noqa: PYI034 - Self is of Python 3.11
         Device.current.append(self)
         return self
 
@@ -62,6 +70,7 @@ class Array:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, values: np.ndarray, device: Device) -> None:
+        assert str(values.dtype) in device.dtypes, f"{device} has no {values.dtype}"
         self._values, self.device = values, device
 
     dtype = property(lambda self: self._values.dtype)
@@ -99,8 +108,12 @@ class Array:
     def __repr__(self) -> str:
         return f"Array({self._values!r}, {self.device})"
 
+    def made(self, values: Any) -> Array:
+        """Return an array that was computed from this one."""
+        return Array(np.asarray(values), self.device)
+
     def __getitem__(self, key: Any) -> Array:
-        return Array(np.asarray(self._values[key]), self.device)
+        return self.made(self._values[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         [values] = on_current_device(value)
@@ -127,7 +140,7 @@ def lifted(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, device: Any = None, **options: Any) -> Any:
         assert device is None
-        if name == "isdtype" or name in FUNCTIONS_OF_DTYPES:
+        if name in FUNCTIONS_OF_DTYPES:
             return function(*args, **options)
         arrays = args[0] if name in {"concat", "stack"} else args
         device = next((array.device for array in arrays if isinstance(array, Array)), None)
@@ -142,6 +155,7 @@ def lifted(name: str) -> Callable[..., Any]:
             return function(*values)
         COUNTS["launches"] += name not in VIEWS
         result = function(*([values] if name in {"concat", "stack"} else values), **options)
+        COUNTS["constants"] += np.size(result) if name.endswith("_like") else 0
         if isinstance(result, tuple):
             return tuple(Array(np.asarray(one), device) for one in result)
         return Array(np.asarray(result), device)
@@ -156,9 +170,10 @@ def maker(name: str) -> Callable[..., Any]:
     def make(first: Any, *args: Any, device: Device | None = None, **options: Any) -> Array:
         with device or Device.current[-1] as here:
             if not isinstance(first, Array):
+                made = np.array(function(first, *args, **options))
                 COUNTS["launches"] += 1
-                made = function(first, *args, **options)
-                return Array(np.array(made), here)
+                COUNTS["constants"] += made.size
+                return Array(made, here)
             values = function(first._values, *args, **options)
             COUNTS["launches"] += values is not first._values
             return first if values is first._values else Array(values, first.device)
@@ -167,12 +182,14 @@ def maker(name: str) -> Callable[..., Any]:
 
 
 def astype(array: Array, dtype: Any, /, *, copy: bool = True) -> Array:
+    """Return an array in another dtype."""
     [values] = on_current_device(array)
     COUNTS["launches"] += 1
     return Array(values.astype(dtype, copy=copy), array.device)
 
 
 def unstack(array: Array, /, *, axis: int = 0) -> tuple[Array, ...]:
+    """Return the rows of an array."""
     assert axis == 0
     return tuple(array[number, ...] for number in range(array.shape[0]))
 
@@ -185,12 +202,11 @@ def __getattr__(name: str) -> Any:
     return maker(name) if name in MAKERS else lifted(name)
 
 
-def __array_namespace_info__() -> Any:
+def __array_namespace_info__() -> Any:  # noqa: N807 - the standard's name
+    """Return what the library tells of its devices and dtypes."""
     return SimpleNamespace(
-        dtypes=lambda *, device=None, kind=None: {name: np.dtype(name) for name in DTYPES},
-        devices=lambda: [Device(0), Device(1)],
-        default_device=lambda: Device(0),
-        capabilities=lambda: {"boolean indexing": True, "data-dependent shapes": True},
+        dtypes=lambda *, device: {name: np.dtype(name) for name in device.dtypes},
+        devices=lambda: [Device(0), Device(1), Device(2)],
     )
 
 
@@ -201,7 +217,7 @@ def _binary(function: Callable[..., Any], *, swapped: bool = False) -> Callable[
         one, two = on_current_device(self, other)
         COUNTS["launches"] += 1
         made = function(two, one) if swapped else function(one, two)
-        return Array(np.asarray(made), self.device)
+        return self.made(made)
 
     return call
 
@@ -229,7 +245,7 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Array) -> Array:
         COUNTS["launches"] += 1
-        return Array(np.asarray(function(*on_current_device(self))), self.device)
+        return self.made(function(*on_current_device(self)))
 
     return call
 

@@ -99,7 +99,7 @@ def measure(inputs: Inputs, given: Opened) -> Measured:
             present=None
             if joined.present is None
             else math_.as_norms([count > 0 for count in joined.present]),
-            loss=_find_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
+            loss=_find_loss(inputs, joined.losses) if "loss" in needs else None,
             entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
         )
 
@@ -108,16 +108,19 @@ def _count_nonfinite(plan: Plan, given: Opened) -> Any:
     """Return how many arrays have entries that are not finite."""
     xp, dtype = plan.math.library.xp, plan.math.sum_dtype
     arrays = [given.arrays[number] for number in given.kinds.present]
-    return plan.math.add(
-        [xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum"
-    )
+    counts = []
+    for array in arrays:
+        with plan.math.library.quiet(array):
+            counts.append(xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype))
+    return plan.math.add(counts, "sum")
 
 
-def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
+def _find_loss(inputs: Inputs, sums: list[Any] | None) -> Any:
     """Return the loss of a step where the norms are, the mean of all processes.
 
     ``None`` if there is none.
     """
+    plan, loss, first = inputs.plan, inputs.step.loss, inputs.given.first
     xp = plan.math.library.xp
     if sums is not None:
         loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
@@ -125,7 +128,10 @@ def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
         loss = loss.mean
     if loss is None:
         return None
-    loss = plan.math.library.detach(xp.astype(xp.asarray(loss), xp.float32))
+    loss = xp.asarray(loss)
+    if not plan.math.host and first is not None:
+        loss = plan.math.library.to_device_of(first, loss)
+    loss = plan.math.library.detach(xp.astype(loss, xp.float32))
     view = plan.math.view(loss)
     return np.asarray(float(loss), np.float32) if view is None else view
 

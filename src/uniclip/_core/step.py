@@ -214,8 +214,10 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
 
 def _zero_nonfinite(plan: Plan, given: Opened) -> Opened:
     """Return gradients with 0 for entries that are not finite."""
-    xp = plan.math.library.xp
-    arrays = [None if array is None else finite_or_zero(xp, array) for array in given.arrays]
+    library, arrays = plan.math.library, list(given.arrays)
+    for number in given.kinds.present:
+        with library.quiet(arrays[number]):
+            arrays[number] = finite_or_zero(library.xp, arrays[number])
     return given._replace(arrays=arrays)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import cached_property, wraps
 from itertools import accumulate
 from textwrap import shorten
@@ -260,8 +261,10 @@ class Standard(Backend):
     def _device_of(self, array: Array) -> _Device:
         return self._devices[self.device(array)]
 
-    def _count_devices(self, arrays: Sequence[Array]) -> int:
-        return len({self.device(array) for array in arrays})
+    def _are_there(self, arrays: Sequence[Array]) -> bool:
+        """Whether all arrays lie on the device of the step."""
+        there = _STEP_DEVICE.get()
+        return there is None or all([self._device_of(array) is there for array in arrays])
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         return super().quiet() if first is None else _on_device(self._device_of(first))
@@ -349,19 +352,15 @@ class Standard(Backend):
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if terms.axes is not None and not self.facts(terms.arrays).double:
             terms = self._with_summed_axes_last(terms)
-        if self._count_devices(terms.arrays) < 2:
-            rows = super().sums(mode, terms)
-        else:
-            rows = stack_terms(self, list(map(self._sum_there, terms.each())), terms)
-        there = _STEP_DEVICE.get()
-        return rows if there is None else [self._move(row, there) for row in rows]
+        if self._are_there(terms.arrays):
+            return super().sums(mode, terms)
 
-    def _sum_there(self, term: tuple[Array, float, Axes, Any]) -> Array:
-        """Return the sum of an array, computed on its device, on that of the step."""
-        with self.quiet(term[0]):
-            total = power_sum(self, *term)
-        there = _STEP_DEVICE.get()
-        return total if there is None else self._move(total, there)
+        there, sums = _STEP_DEVICE.get(), []
+        for array, *rest in terms.each():
+            with self.quiet(array):
+                total = power_sum(self, array, *rest)
+            sums.append(total if there is None else self._move(total, there))
+        return stack_terms(self, sums, terms)
 
     def _with_summed_axes_last(self, terms: Terms) -> Terms:
         """Return the terms with the axes that are added last in each array.
@@ -395,7 +394,7 @@ class Standard(Backend):
         self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array]:
         multiply = self._multiply_in_place if in_place else self._multiply
-        if self._count_devices(arrays) < 2:
+        if self._are_there(arrays):
             return [multiply(*pair, zero) for pair in zip(arrays, factors, strict=True)]
         products = []
         for array, factor in zip(arrays, factors, strict=True):
@@ -451,9 +450,11 @@ class Standard(Backend):
         return self._refusals[type(leaf)]
 
     def _try_to_write(self, leaf: Any) -> str | None:
-        """Write into a copy of one entry, and return why that failed."""
+        """Write into a copy, of one entry if that is of the class, and return why that failed."""
         entry = leaf[(slice(0, 1),) * len(leaf.shape)] if leaf.shape else leaf
-        copied = entry - entry  # 0 or NaN, in an array of the same class
+        copied = entry - entry  # 0 or NaN
+        if type(copied) is not type(leaf):  # a class that arithmetic loses
+            copied = deepcopy(leaf)
         one = self.xp.ones_like(copied)
         try:
             copied[...] = one
