@@ -177,7 +177,7 @@ class StrictNoFloat64(StrictDevice):
     device = "no_float64"
     default_float = "float32"
     missing = MappingProxyType(
-        Strict.missing | dict.fromkeys(("float64", "complex128"), "the device has none")
+        Strict.missing | dict.fromkeys(("float64", "complex128"), "on devices that have it only")
     )
 
 

@@ -212,13 +212,13 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     return Decision(rule, given, plan, values, new)
 
 
-def _zero_nonfinite(plan: Plan, given: Opened) -> Opened:
+def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
     """Return gradients with 0 for entries that are not finite."""
-    library, arrays = plan.math.library, list(given.arrays)
-    for number in given.kinds.present:
+    library, arrays = plan.math.library, list(gradients.arrays)
+    for number in gradients.kinds.present:
         with library.quiet(arrays[number]):
             arrays[number] = finite_or_zero(library.xp, arrays[number])
-    return given._replace(arrays=arrays)
+    return gradients._replace(arrays=arrays)
 
 
 def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
@@ -226,15 +226,15 @@ def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Open
 
     The host reads whether there are some, and reads the gradients twice only then.
     """
-    plan, given = inputs.plan, inputs.given
-    # else processes hold parts: all of them measure again, or none
+    # Where processes hold parts, all of them measure again, or none.
     if measured.entries_finite is None:
-        measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
+        finite = inputs.plan.math.finite(measured.norms, None)
+        measured = measured._replace(entries_finite=finite)
     if bool(measured.entries_finite):
-        return given, measured
-    given = _zero_nonfinite(plan, given)
-    again = inputs._replace(given=given, params=None, step=inputs.step._replace(loss=None))
-    return given, measured._replace(norms=measure(again, given).norms)
+        return inputs.given, measured
+    zeroed = _zero_nonfinite(inputs.plan, inputs.given)
+    again = inputs._replace(given=zeroed, params=None, step=inputs.step._replace(loss=None))
+    return zeroed, measured._replace(norms=measure(again, zeroed).norms)
 
 
 # How large norms may be.

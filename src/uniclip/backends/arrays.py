@@ -30,7 +30,6 @@ from uniclip.backends.base import (
     Facts,
     Memory,
     Terms,
-    cast,
     cut,
     operand,
     power_sum,
@@ -148,14 +147,14 @@ class _Device(NamedTuple):
     device: Any
     """``None`` if the library has no devices."""
     options: dict[str, Any]
-    """The keyword that makes an array there."""
+    """The keyword that makes an array on it."""
     has_float64: bool
     on_host: bool
     """Whether NumPy reads its arrays at no cost."""
 
     @property
     def is_context(self) -> bool:
-        """Whether arrays are made there by entering it, as CuPy's devices."""
+        """Whether arrays are made on it by entering it, as CuPy's devices."""
         return hasattr(self.device, "__enter__")
 
 
@@ -196,14 +195,14 @@ def _make_on_step_device(make: Callable[..., Array]) -> Callable[..., Array]:
 
     @wraps(make)
     def make_there(*args: Any, **options: Any) -> Array:
-        there = _STEP_DEVICE.get()
-        if there is None or there.is_context or options.get("device") is not None:
+        target = _STEP_DEVICE.get()
+        if target is None or target.is_context or options.get("device") is not None:
             return make(*args, **options)
 
         # An array stays on its own device.
         if args and hasattr(args[0], "__array_namespace__") and not isinstance(args[0], NUMPY):
             return make(*args, **options)
-        return make(*args, **options | there.options)
+        return make(*args, **options | target.options)
 
     return make_there
 
@@ -263,36 +262,37 @@ class Standard(Backend):
 
     def _are_there(self, arrays: Sequence[Array]) -> bool:
         """Whether all arrays lie on the device of the step."""
-        there = _STEP_DEVICE.get()
-        return there is None or all([self._device_of(array) is there for array in arrays])
+        target = _STEP_DEVICE.get()
+        return target is None or all([self._device_of(array) is target for array in arrays])
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         return super().quiet() if first is None else _on_device(self._device_of(first))
 
     def from_host(self, array: np.ndarray[Any, Any], device: str) -> Array:
-        there = self._devices[device]
-        if array.dtype == np.float64 and not there.has_float64:
+        target = self._devices[device]
+        if array.dtype == np.float64 and not target.has_float64:
             array = array.astype(np.float32)
-        with _on_device(there):
+        with _on_device(target):
             return self.xp.asarray(array)
 
     def to_device_of(self, other: Array, array: Array) -> Array:
         return self._move(array, self._device_of(other))
 
-    def _move(self, array: Array, there: _Device) -> Array:
+    def _move(self, array: Array, target: _Device) -> Array:
         """Return an array on a device, in float32 if that has no wider floats."""
-        here = self._device_of(array)
-        if here is there:
+        source = self._device_of(array)
+        if source is target:
             return array
-        if here.has_float64 and not there.has_float64:
-            array = self._narrow(array, here)
-        return to_device(array, there.device)
+        if source.has_float64 and not target.has_float64:
+            array = self._narrow(array, source)
+        return to_device(array, target.device)
 
-    def _narrow(self, array: Array, here: _Device) -> Array:
-        xp = self.xp
-        narrow = {xp.float64: xp.float32, xp.complex128: xp.complex64}.get(array.dtype, array.dtype)
-        with _on_device(here):
-            return cast(xp, array, narrow)
+    def _narrow(self, array: Array, source: _Device) -> Array:
+        narrow = _NARROW.get(_name_of(array.dtype))
+        if narrow is None:
+            return array
+        with _on_device(source):
+            return self.xp.astype(array, getattr(self.xp, narrow))
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         if all([self._device_of(array).on_host and not self._is_lazy(array) for array in arrays]):
@@ -302,7 +302,7 @@ class Standard(Backend):
         values: list[Any] = [None] * len(arrays)
         places = list(map(_place, arrays))
         for place in set(places):
-            numbers = [number for number, other in enumerate(places) if other == place]
+            numbers = [number for number, at in enumerate(places) if at == place]
             shapes = [tuple(arrays[number].shape) for number in numbers]
             with self.quiet(arrays[numbers[0]]):
                 flat = [self.xp.reshape(arrays[number], (-1,)) for number in numbers]
@@ -329,7 +329,7 @@ class Standard(Backend):
             float,
         )
         numbers = [convert(vector[number]) for number in range(vector.shape[0])]
-        return np.asarray(numbers, dtype=_numpy_dtype(vector.dtype))
+        return np.asarray(numbers, dtype=getattr(np, _name_of(vector.dtype), None))
 
     @cached_property
     def _host_device(self) -> _Device | None:
@@ -355,11 +355,11 @@ class Standard(Backend):
         if self._are_there(terms.arrays):
             return super().sums(mode, terms)
 
-        there, sums = _STEP_DEVICE.get(), []
-        for array, *rest in terms.each():
+        target, sums = _STEP_DEVICE.get(), []
+        for array, *arguments in terms.each():
             with self.quiet(array):
-                total = power_sum(self, array, *rest)
-            sums.append(total if there is None else self._move(total, there))
+                total = power_sum(self, array, *arguments)
+            sums.append(total if target is None else self._move(total, target))
         return stack_terms(self, sums, terms)
 
     def _with_summed_axes_last(self, terms: Terms) -> Terms:
@@ -455,12 +455,12 @@ class Standard(Backend):
         copied = entry - entry  # 0 or NaN
         if type(copied) is not type(leaf):  # a class that arithmetic loses
             copied = deepcopy(leaf)
-        one = self.xp.ones_like(copied)
+        ones = self.xp.ones_like(copied)
         try:
-            copied[...] = one
+            copied[...] = ones
         except Exception as error:  # noqa: BLE001 - of any library
             return f"{_NEVER_CHANGE} ({_summarize(error)})"
-        changed = bool(self.xp.all(copied == one))
+        changed = bool(self.xp.all(copied == ones))
         return None if changed else f"{_NEVER_CHANGE}, though writing into them raises no error"
 
     @cached_property
@@ -480,9 +480,13 @@ _CONVERTERS = (("bool", bool), ("integral", int), ("complex floating", complex))
 """What makes Python numbers of entries that are not real; `float` makes those that are."""
 
 
-def _numpy_dtype(dtype: Any) -> Any:
-    """Return NumPy's dtype of the same name, ``None`` if it has none."""
-    return getattr(np, str(dtype).rpartition(".")[2], None)
+_NARROW = {"float64": "float32", "complex128": "complex64"}
+"""What a device without float64 holds instead."""
+
+
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype, without that of its library."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _place(array: Any) -> tuple[str, str]:
