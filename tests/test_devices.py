@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from kit import cupy_like
 from kit.cupy_like import COUNTS, Device
 from kit.rules import LOSSES, every_rule, kinds, params, steps
 from kit.trees import leaves, mapped
+from uniclip import insight
 
 pytestmark = pytest.mark.needs("strict")
 RULES = every_rule(uc)
@@ -331,6 +333,23 @@ def test_values_travel_together() -> None:
     COUNTS.clear()
     assert str(clipper.report) == "norm 22.4, limit 1, clipped, finite"
     assert COUNTS["reads"] <= 2
+
+
+def test_a_recorder_reads_a_window_at_once(tmp_path: Path) -> None:
+    """Norms, losses and those of leaves are kept on their device, and read together."""
+    place = accelerator(1)
+    recorder = insight.Recorder(tmp_path / "run.jsonl", leaves="all")
+    clipper = uc.Clipper(uc.by_norm(1.0), recorder)
+    COUNTS.clear()
+    for step in range(20):
+        clipper([place([3.0, 4.0]), None, place([1.0 + step])], loss=place(0.5 * step))
+    kept = COUNTS["reads"]
+    recorder.flush()
+    assert kept == 0
+    assert COUNTS["reads"] <= 2
+    record = insight.read(tmp_path / "run.jsonl")
+    assert record.norms.tolist() == [max(5.0, 1.0 + step) for step in range(20)]
+    assert record.leaves[3].tolist() == [5.0, 0.0, 4.0]
 
 
 # --- Sums without float64
