@@ -16,6 +16,7 @@ WORDS = {
     "log-and-plot": ["plot", "log", "TensorBoard", "W&B", "wandb", "MLflow"],
     "mixed-precision": ["AMP", "GradScaler", "mixed precision", "loss scale"],
     "moving-from": ["timm", "clipnorm", "max_grad_norm", "gradient_clip_val"],
+    "other-array-libraries": ["CuPy", "MLX", "dask", "array API"],
     "performance": ["speed", "benchmark"],
     "rl-and-llm": ["GRPO", "TRL", "verl"],
     "rules/index": ["gallery", "rules"],

@@ -90,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "needs(*names): runs where all of these are in --frameworks, or Keras' backend"
     )
     config.addinivalue_line(
-        "markers", "only(*names): of the frameworks of a run, those that a test is for"
+        "markers",
+        "only(*names): of the frameworks of a run, or of their kinds, those that a test is for",
     )
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
@@ -114,12 +115,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture, ways in (("framework", EAGER), ("compiler", COMPILED)):
         if fixture in metafunc.fixturenames:
             only = metafunc.definition.get_closest_marker("only")
-            names = [
-                name
+            some = [
+                way()
                 for name in ways
-                if name in chosen(metafunc.config) and (not only or name in only.args)
+                if name in chosen(metafunc.config)
+                for way in ways[name]
+                if not only or {name, way.name} & {*only.args}
             ]
-            some = [way() for name in names for way in ways[name]]
             marks = [pytest.mark.compiled] if fixture == "compiler" else []
             cases = [pytest.param(way, marks=marks, id=way.name) for way in some]
             metafunc.parametrize(

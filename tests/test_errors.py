@@ -525,7 +525,7 @@ def in_head(path: Any, leaf: Any) -> bool:
     return any("head" in str(key) for key in path)
 
 
-@pytest.mark.only("numpy", "torch", "tensorflow", "jax", "mlx", "array-api-strict")
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax", "mlx", "strict")
 @pytest.mark.parametrize("name", MISSED)
 def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
     """A mask or a label that looks for names is refused where leaves have numbers,

@@ -21,6 +21,9 @@ PATIENCE = 60
 """For how many seconds a process waits for the other one."""
 SHAPES = {"a": (3, 4), "b": (5,), "c": (3, 4), "d": (5,)}
 HELD = (("a", "b"), ("c", "d"))
+STRICT = ("array-api-strict", "array-api-strict-device", "cupy-like")
+WITH_FLOAT64 = ("numpy", "torch", "tensorflow", *STRICT)
+"""The frameworks whose arrays may be float64."""
 """The leaves of two stages of a pipeline."""
 
 
@@ -248,7 +251,7 @@ def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
         np.testing.assert_allclose(norm, math.sqrt(2) * np.linalg.norm(leaf), rtol=1e-6)
 
 
-@pytest.mark.only("numpy", "torch", "tensorflow", "array-api-strict")
+@pytest.mark.only(*WITH_FLOAT64)
 def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
     """Half of a sum that is too small is not 0."""
     run = lambda part, join: (
@@ -264,7 +267,7 @@ def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
         np.testing.assert_allclose(norm, 5e-200, rtol=1e-12)
 
 
-@pytest.mark.only("numpy", "torch", "tensorflow", "array-api-strict")
+@pytest.mark.only(*WITH_FLOAT64)
 def test_one_has_float64(framework: Framework) -> None:
     """Where one process has float64 gradients, both add in what float64 needs, and find one norm,
     the same bits.

@@ -121,7 +121,9 @@ class Chain(BaseRule):
             skipped = report.skipped
             grads, after, of_rule = take_step(rule, grads, old, step)
             # Its zeros must not be learned.
-            new.append(after if skipped is None else state_where(skipped, old, after))
+            new.append(
+                after if skipped is None else state_where(skipped, after, old, expected=False)
+            )
             report = ChainReport((*report.rules, of_rule))
         if not self.memory:
             return grads, state, report

@@ -16,7 +16,7 @@ from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no publ
 from uniclip._core.plan import Plan
 from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import short
-from uniclip.backends import DEFAULT, Backend, backend_of, outlives
+from uniclip.backends import MET, Backend, backend_of, library_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 
 NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
@@ -133,12 +133,11 @@ class Report:
         norms, limits, factors, thresholds = map(
             _arrays_of, (self.norms, self.limits, self.factors, self.thresholds)
         )
-        backend = backend_of(norms[0]) if norms else None
-        return (
-            scalars_of(backend or DEFAULT, norms, limits, factors, self.skipped, thresholds)
-            if norms
-            else {}
-        )
+        if not norms:
+            return {}
+        backend = library_of(norms[0])
+        with backend.quiet(norms[0]):
+            return scalars_of(backend, norms, limits, factors, self.skipped, thresholds)
 
     def __str__(self) -> str:
         """Return the report in one line, without values while it is traced."""
@@ -150,26 +149,21 @@ class Report:
             return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
         if backend.traced(leaves[0]):
             return _WITHOUT_VALUES
-        with backend.quiet(leaves[0]):
-            return self._words(backend, leaves)
+        return self._words(sum([math.prod(array.shape) for array in leaves]))
 
-    def _words(self, backend: Backend, leaves: list[Any]) -> str:
-        """Return norms, limits and flags that have values in one line."""
-        scalars = self.scalars()
+    def _words(self, count: int) -> str:
+        """Return so many norms, limits and flags that have values in one line."""
+        # From their device together.
+        scalars, skipped, finite = read_arrays([self.scalars(), self.skipped, self.finite])
         if NORM not in scalars:  # of no example at all
             return "no norm measured"
-        norm, limit, share = (float(backend.detach(scalars[name])) for name in (NORM, LIMIT, SHARE))
-        count = sum(math.prod(array.shape) for array in leaves)
+        norm, limit, share = (float(scalars[name]) for name in (NORM, LIMIT, SHARE))
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
         words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
         percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
         clipped = f"clipped {percent} %" if count > 1 else "clipped" if share else "not clipped"
-        words += [
-            "skipped"
-            if self.skipped is not None and bool(backend.xp.any(self.skipped))
-            else clipped
-        ]
-        words += ["finite" if bool(backend.xp.all(self.finite)) else "not finite"]
+        words += ["skipped" if skipped is not None and bool(np.any(skipped)) else clipped]
+        words += ["finite" if bool(np.all(finite)) else "not finite"]
         return ", ".join(words)
 
     def __repr__(self) -> str:
@@ -330,7 +324,8 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
         flags = [value for value in values if value is not None]
         if not flags or name not in _JOINED:
             return tuple(values) if flags else None
-        return reduce(_JOINED[name], flags)
+        with library_of(flags[0]).quiet(flags[0]):
+            return reduce(_JOINED[name], flags)
 
     def scalars(self) -> dict[str, Any]:
         """Return the combined scalars of all rules.
@@ -342,13 +337,14 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
         for name, function in zip(LOGGED, ("max", "min", "min", "prod", "max", "max"), strict=True):
             scalars = [of_rule[name] for of_rule in each if name in of_rule]
             if scalars:
-                backend = backend_of(scalars[0]) or DEFAULT
-                joined[name] = _over(backend, getattr(backend.xp, function), scalars)
+                backend = library_of(scalars[0])
+                with backend.quiet(scalars[0]):
+                    joined[name] = _over(backend, getattr(backend.xp, function), scalars)
         if joined and skipped is not None:  # also by a rule without norms
             share = joined[SHARE]
-            joined[LOGGED[-1]] = (backend_of(share) or DEFAULT).xp.asarray(
-                skipped, dtype=share.dtype
-            )
+            backend = library_of(share)
+            with backend.quiet(share):
+                joined[LOGGED[-1]] = backend.xp.asarray(skipped, dtype=share.dtype)
         return joined
 
     def __str__(self) -> str:
@@ -473,8 +469,9 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
             theirs.setdefault(type(array), []).append(number)
     for numbers in theirs.values():
         alike = [arrays[number] for number in numbers]
-        # Flags alone do not tell their library.
-        backend = next(filter(None, map(backend_of, alike)), None)
+        # An array that is met for the first time here may be a flag, which is no gradient.
+        backend_of(alike[0])
+        backend = MET.get(type(alike[0]))
         if backend is None:
             msg = f"a report holds {short(alike[0])}, which is no array"
             raise TypeError(msg)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kit import cupy_like
+
 ALL_DTYPES = (
     "float16",
     "bfloat16",
@@ -175,8 +177,24 @@ class StrictNoFloat64(StrictDevice):
     device = "no_float64"
     default_float = "float32"
     missing = MappingProxyType(
-        Strict.missing | dict.fromkeys(("float64", "complex128"), "the device has none")
+        Strict.missing | dict.fromkeys(("float64", "complex128"), "on devices that have it only")
     )
+
+
+class CuPyLike(Strict):
+    """A stand-in for CuPy: see `kit.cupy_like`."""
+
+    name = "cupy-like"
+    missing = MappingProxyType({"bfloat16": "not in the array API standard"})
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        return cupy_like.asarray(np.array(values, dtype=dtype))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return array.get() if isinstance(array, cupy_like.Array) else np.asarray(array)
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, cupy_like.Array)
 
 
 class MLX(Framework):
@@ -551,7 +569,7 @@ class JAXx64(JAXJit):
 
 EAGER: dict[str, tuple[type[Framework], ...]] = {
     "numpy": (Framework,),
-    "strict": (Strict, StrictDevice, StrictNoFloat64),
+    "strict": (Strict, StrictDevice, StrictNoFloat64, CuPyLike),
     "mlx": (MLX,),
     "torch": (Torch,),
     "tensorflow": (TensorFlow,),

@@ -63,12 +63,12 @@ class Measured(NamedTuple):
     """Whether all entries are finite, where that was looked at."""
 
 
-def measure(inputs: Inputs) -> Measured:
-    """Measure what a step needs.
+def measure(inputs: Inputs, given: Opened) -> Measured:
+    """Measure what a step needs, of gradients in which entries may have been made 0.
 
     All that processes join goes in one packet with the sums of leaves.
     """
-    rule, plan, given, params, step, _ = inputs
+    rule, plan, original, params, step, _ = inputs
     math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
     joins, sized = plan.joins, "sizes" in needs or bool(power)
     looks_at_entries = rule.nonfinite == "zero" and (
@@ -76,7 +76,7 @@ def measure(inputs: Inputs) -> Measured:
     )
     with _NO_CONTEXT if math_.host and joins is None else math_.library.allow_float64():
         packet = Packet(
-            unsound=[_count_nonfinite(plan, given)] if looks_at_entries else None,
+            unsound=[_count_nonfinite(plan, original)] if looks_at_entries else None,
             sizes=sizes_of(plan, given) if sized and plan.sizes is None else None,
         )
         if joins is not None:
@@ -99,7 +99,7 @@ def measure(inputs: Inputs) -> Measured:
             present=None
             if joined.present is None
             else math_.as_norms([count > 0 for count in joined.present]),
-            loss=_find_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
+            loss=_find_loss(inputs, joined.losses) if "loss" in needs else None,
             entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
         )
 
@@ -108,16 +108,19 @@ def _count_nonfinite(plan: Plan, given: Opened) -> Any:
     """Return how many arrays have entries that are not finite."""
     xp, dtype = plan.math.library.xp, plan.math.sum_dtype
     arrays = [given.arrays[number] for number in given.kinds.present]
-    return plan.math.add(
-        [xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum"
-    )
+    counts = []
+    for array in arrays:
+        with plan.math.library.quiet(array):
+            counts.append(xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype))
+    return plan.math.add(counts, "sum")
 
 
-def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
+def _find_loss(inputs: Inputs, sums: list[Any] | None) -> Any:
     """Return the loss of a step where the norms are, the mean of all processes.
 
     ``None`` if there is none.
     """
+    plan, loss, first = inputs.plan, inputs.step.loss, inputs.given.first
     xp = plan.math.library.xp
     if sums is not None:
         loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
@@ -125,7 +128,10 @@ def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
         loss = loss.mean
     if loss is None:
         return None
-    loss = plan.math.library.detach(xp.astype(xp.asarray(loss), xp.float32))
+    loss = xp.asarray(loss)
+    if not plan.math.host and first is not None:
+        loss = plan.math.library.to_device_of(first, loss)
+    loss = plan.math.library.detach(xp.astype(loss, xp.float32))
     view = plan.math.view(loss)
     return np.asarray(float(loss), np.float32) if view is None else view
 

@@ -106,13 +106,13 @@ class Arithmetic:
             return array if self.host else self.to_library(np.asarray(array))
         return self.library.as_numpy(array) if self.host else array
 
-    def recall(self, array: Any) -> Any:
+    def recall(self, norms: Any, array: Any) -> Any:
         """Return an array of a state where the norms are.
 
-        The host reads it also from another device.
+        The gradients may have moved to another device since the step before.
         """
         if not self.host:
-            return self.library.detach(array)
+            return self.library.to_device_of(norms, self.library.detach(array))
         view = self.view(array)
         return self.library.to_host([self.library.detach(array)])[0] if view is None else view
 

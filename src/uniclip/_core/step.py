@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,9 +186,11 @@ def _viewable(backend: Backend, value: Any) -> bool:
 def _decide(inputs: Inputs, state: Any) -> Decision:
     """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
     rule, plan, given = inputs.rule, inputs.plan, inputs.given
-    measured, step_finite = measure(inputs), None
-    if rule.nonfinite == "zero":
-        given, measured = _without_nonfinite(inputs, measured)
+    if rule.nonfinite == "zero" and not plan.math.host:
+        given = _zero_nonfinite(plan, given)
+    measured, step_finite = measure(inputs, given), None
+    if rule.nonfinite == "zero" and plan.math.host:
+        given, measured = _measure_without_nonfinite(inputs, measured)
     norms = measured.norms
     faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
     if rule.decides:
@@ -209,21 +212,29 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     return Decision(rule, given, plan, values, new)
 
 
-def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
-    """Return gradients with 0 for entries that are not finite, and what is measured then."""
-    plan, given = inputs.plan, inputs.given
-    if plan.math.host:  # read twice only in a step in which it happens
-        # else processes hold parts: all of them measure again, or none
-        if measured.entries_finite is None:
-            measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
-        if bool(measured.entries_finite):
-            return given, measured
-    xp = plan.math.library.xp
-    given = given._replace(
-        arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays]
-    )
-    again = measure(inputs._replace(given=given, params=None, step=inputs.step._replace(loss=None)))
-    return given, measured._replace(norms=again.norms)
+def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
+    """Return gradients with 0 for entries that are not finite."""
+    library, arrays = plan.math.library, list(gradients.arrays)
+    for number in gradients.kinds.present:
+        with library.quiet(arrays[number]):
+            arrays[number] = finite_or_zero(library.xp, arrays[number])
+    return gradients._replace(arrays=arrays)
+
+
+def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
+    """Return gradients with 0 for entries that are not finite, and what is measured then.
+
+    The host reads whether there are some, and reads the gradients twice only then.
+    """
+    # Where processes hold parts, all of them measure again, or none.
+    if measured.entries_finite is None:
+        finite = inputs.plan.math.finite(measured.norms, None)
+        measured = measured._replace(entries_finite=finite)
+    if bool(measured.entries_finite):
+        return inputs.given, measured
+    zeroed = _zero_nonfinite(inputs.plan, inputs.given)
+    again = inputs._replace(given=zeroed, params=None, step=inputs.step._replace(loss=None))
+    return zeroed, measured._replace(norms=measure(again, zeroed).norms)
 
 
 # How large norms may be.
@@ -322,7 +333,7 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     limit, math_ = inputs.rule.limit, inputs.plan.math
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
-    old = optree.tree_map(math_.recall, state)
+    old = optree.tree_map(partial(math_.recall, context.norms), state)
     try:
         # Not `limit(...)`: PyTorch 2.11 and 2.12 compile no call of an object that is made in
         # compiled code.
@@ -550,17 +561,24 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     return xp.where(limits >= plan.math.largest_norm, xp.ones_like(factors), factors)
 
 
-def state_where(flag: Any, yes: Any, no: Any) -> Any:
-    """Return the first state where a flag is true, else the second."""
-    arrays: list[Any] = optree.tree_leaves(no)
+def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
+    """Return the new state where a flag is as expected, else the old one,
+    on the device of the new one.
+    """
+    arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
-        return yes
+        return new
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
-        return yes if bool(flag) else no
-    return optree.tree_map(
-        lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no
-    )
+        return new if bool(flag) is expected else old
+
+    def choose(new: Any, old: Any) -> Any:
+        flag_there, old_there = (backend.to_device_of(new, array) for array in (flag, old))
+        pair = (new, old_there) if expected else (old_there, new)
+        return backend.xp.where(flag_there, *pair)
+
+    with backend.quiet(arrays[0]):
+        return optree.tree_map(choose, new, old)
 
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:

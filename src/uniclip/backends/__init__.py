@@ -186,10 +186,8 @@ def _other(leaf: Any) -> Backend | None:
     )
     if not known:
         return None
-    xp = array_api_compat.array_namespace(leaf)
-    same = (
-        backend
-        for backend in MET.values()
-        if isinstance(backend, Standard) and backend.library is xp
-    )
-    return next(same, None) or Standard(xp, writes=array_api_compat.is_writeable_array(leaf))
+    library = array_api_compat.array_namespace(leaf)
+    for backend in MET.values():
+        if isinstance(backend, Standard) and backend.library is library:
+            return backend
+    return Standard(library)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Arrays of any library: functions written with the hooks of its backend,
-and that of those without a file.
+"""Functions for arrays of any library, and the backend of array API libraries without a file.
 
-These may lie on any device: NumPy may not read it, it may have no float64, and arrays of two may
-not be mixed.
+Nothing here assumes that NumPy can read an array, that its device has float64, or that arrays of
+two devices can be mixed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import cached_property, wraps
 from itertools import accumulate
-from types import SimpleNamespace
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +30,10 @@ from uniclip.backends.base import (
     Facts,
     Memory,
     Terms,
+    cut,
     operand,
+    power_sum,
+    stack_terms,
     times,
 )
 
@@ -39,14 +42,15 @@ View: TypeAlias = np.ndarray[Any, Any]
 
 _MAKERS = ("arange", "asarray", "empty", "eye", "full", "linspace", "ones", "zeros")
 """The functions of the standard that make arrays of something else."""
-_HOME: ContextVar[Any] = ContextVar("home", default=None)
-"""The device on which they do, ``None`` for the library's default."""
-_LAUNCH = 2**24
+_STEP_DEVICE: ContextVar[_Device | None] = ContextVar("step_device", default=None)
+"""The device on which they do during a step, ``None`` for the library's default."""
+_ACCELERATOR_PIECE = 2**24
 """How many entries of an array are processed at a time on an accelerator,
 where each operation has to be launched.
 """
 _CPU = 1
 """The number of the CPU in DLPack."""
+_NEVER_CHANGE = "arrays of this kind never change"
 
 
 def from_numpy(backend: Backend, array: Any, like: Array) -> Array:
@@ -138,34 +142,80 @@ class Address:
 
 
 class _Device(NamedTuple):
-    """A device that a library's arrays lie on."""
+    """A device of a library, and what it can do."""
 
     device: Any
-    argument: dict[str, Any]
-    """That of functions that make arrays there."""
-    double: bool
-    """Whether it has float64."""
-    host: bool
-    """Whether NumPy reads its memory, which is not known to lie elsewhere."""
+    """``None`` if the library has no devices."""
+    options: dict[str, Any]
+    """The keyword that makes an array on it."""
+    has_float64: bool
+    on_host: bool
+    """Whether NumPy reads its arrays at no cost."""
+
+    @property
+    def is_context(self) -> bool:
+        """Whether arrays are made on it by entering it, as CuPy's devices."""
+        return hasattr(self.device, "__enter__")
 
 
-def _look_at(xp: Any, device: Any) -> _Device:
-    """Return what a device of a library is like."""
-    info, argument = (
-        getattr(xp, "__array_namespace_info__", None),
-        {} if device is None else {"device": device},
-    )
+def _inspect_device(xp: Any, device: Any) -> _Device:
+    """Find out what a device of a library can do, on an array of one entry."""
+    options = {} if device is None else {"device": device}
+    info = getattr(xp, "__array_namespace_info__", None)
+    has_float64 = info is not None and "float64" in info().dtypes(**options)
     try:
-        made = xp.zeros(1, dtype=xp.float32, **argument)
-        host = isinstance(np.asarray(made), np.ndarray)
-        host = host and (
-            not hasattr(made, "__dlpack_device__") or made.__dlpack_device__()[0] == _CPU
-        )
+        array = xp.zeros(1, dtype=xp.float32, **options)
+        on_host = isinstance(np.asarray(array), np.ndarray)
+        # NumPy may read the memory of an accelerator, too, but has to wait for it.
+        if hasattr(array, "__dlpack_device__"):
+            on_host = on_host and array.__dlpack_device__()[0] == _CPU
     except Exception:  # noqa: BLE001 - of any library
-        host = False
-    return _Device(
-        device, argument, info is not None and "float64" in info().dtypes(**argument), host
-    )
+        on_host = False
+    return _Device(device, options, has_float64, on_host)
+
+
+class _Namespace:
+    """A namespace whose functions that make arrays do so on the device of the step."""
+
+    def __init__(self, library: Any) -> None:
+        self.__dict__["_library"] = library
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_library"], name)
+        if name in _MAKERS:
+            value = _make_on_step_device(value)
+        self.__dict__[name] = value
+        return value
+
+
+def _make_on_step_device(make: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a function that makes arrays on the device of the step,
+    unless a device is given or an array is converted.
+    """
+
+    @wraps(make)
+    def make_there(*args: Any, **options: Any) -> Array:
+        target = _STEP_DEVICE.get()
+        if target is None or target.is_context or options.get("device") is not None:
+            return make(*args, **options)
+
+        # An array stays on its own device.
+        if args and hasattr(args[0], "__array_namespace__") and not isinstance(args[0], NUMPY):
+            return make(*args, **options)
+        return make(*args, **options | target.options)
+
+    return make_there
+
+
+@contextmanager
+def _on_device(device: _Device) -> Iterator[None]:
+    """Make arrays on a device, without NumPy's floating-point warnings."""
+    token = _STEP_DEVICE.set(device)
+    try:
+        with np.errstate(all="ignore"), device.device if device.is_context else nullcontext():
+            yield
+    finally:
+        _STEP_DEVICE.reset(token)
 
 
 class Standard(Backend):
@@ -173,132 +223,270 @@ class Standard(Backend):
 
     Parameters
     ----------
-    xp : module
+    library : module
         Its namespace.
-    writes : bool
-        Whether arrays can be changed in place.
     """
 
-    def __init__(self, xp: Any, *, writes: bool) -> None:
-        makers = {name: _make_at_home(getattr(xp, name)) for name in _MAKERS if hasattr(xp, name)}
-        super().__init__(SimpleNamespace(**(vars(xp) | makers)))
-        self.library, self.writes = xp, writes
-        self.records = hasattr(xp, "stop_gradient")
+    writes = True  # `memory` says which classes cannot be written
+
+    def __init__(self, library: Any) -> None:
+        super().__init__(_Namespace(library))
+        self.library = library
+        self.may_record = hasattr(library, "stop_gradient")
         """Whether it may record derivatives; then it may be lazy, too."""
-        self._met: dict[str, _Device] = {}
+        self._devices: dict[str, _Device] = {}
+        """By name, since devices need be neither hashable nor unique."""
+        self._lazy: dict[type, bool] = {}
+        """Whether arrays of a class may have no values yet."""
+        self._refusals: dict[type, str | None] = {}
+        """Why arrays of a class cannot be written, ``None`` if they can."""
 
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
 
     def facts(self, arrays: list[Array]) -> Facts:
-        double = all([self._device_of(array).double for array in arrays])
-        return Facts(traced=False, reads=False, records=self.records, double=double)
+        double = all([self._device_of(array).has_float64 for array in arrays])
+        return Facts(traced=False, reads=False, records=self.may_record, double=double)
+
+    # Where arrays are.
 
     def device(self, array: Array) -> str:
         device = getattr(array, "device", None)  # some libraries have none
         name = str(device)
-        if name not in self._met:
-            self._met[name] = _look_at(self.xp, device)
+        if name not in self._devices:
+            self._devices[name] = _inspect_device(self.library, device)
         return name
 
     def _device_of(self, array: Array) -> _Device:
-        return self._met[self.device(array)]
+        return self._devices[self.device(array)]
+
+    def _are_there(self, arrays: Sequence[Array]) -> bool:
+        """Whether all arrays lie on the device of the step."""
+        target = _STEP_DEVICE.get()
+        return target is None or all([self._device_of(array) is target for array in arrays])
+
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+        return super().quiet() if first is None else _on_device(self._device_of(first))
 
     def from_host(self, array: np.ndarray[Any, Any], device: str) -> Array:
-        at = self._met[device]
-        narrow = array.dtype == np.float64 and not at.double
-        return self.xp.asarray(array.astype(np.float32) if narrow else array, **at.argument)
+        target = self._devices[device]
+        if array.dtype == np.float64 and not target.has_float64:
+            array = array.astype(np.float32)
+        with _on_device(target):
+            return self.xp.asarray(array)
+
+    def to_device_of(self, other: Array, array: Array) -> Array:
+        return self._move(array, self._device_of(other))
+
+    def _move(self, array: Array, target: _Device) -> Array:
+        """Return an array on a device, in float32 if that has no wider floats."""
+        source = self._device_of(array)
+        if source is target:
+            return array
+        if source.has_float64 and not target.has_float64:
+            array = self._narrow(array, source)
+        return to_device(array, target.device)
+
+    def _narrow(self, array: Array, source: _Device) -> Array:
+        narrow = _NARROW.get(_name_of(array.dtype))
+        if narrow is None:
+            return array
+        with _on_device(source):
+            return self.xp.astype(array, getattr(self.xp, narrow))
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
-        if all([self._device_of(array).host for array in arrays]):
+        if all([self._device_of(array).on_host and not self._is_lazy(array) for array in arrays]):
             return super().to_host(arrays)
+
+        # One transfer for each dtype and device.
         values: list[Any] = [None] * len(arrays)
         places = list(map(_place, arrays))
         for place in set(places):
-            numbers = [number for number, other in enumerate(places) if other == place]
+            numbers = [number for number, at in enumerate(places) if at == place]
+            shapes = [tuple(arrays[number].shape) for number in numbers]
             with self.quiet(arrays[numbers[0]]):
-                flat = _read(
-                    self.xp.concat([self.xp.reshape(arrays[number], (-1,)) for number in numbers])
-                )
-            ends = list(accumulate([math.prod(arrays[number].shape) for number in numbers]))
-            for number, piece in zip(numbers, np.split(flat, ends[:-1]), strict=True):
-                values[number] = piece.reshape(arrays[number].shape)
+                flat = [self.xp.reshape(arrays[number], (-1,)) for number in numbers]
+                vector = self._read(flat[0] if len(flat) == 1 else self.xp.concat(flat))
+            ends = list(accumulate(map(math.prod, shapes)))
+            pieces = np.split(vector, ends[:-1])
+            for number, piece, shape in zip(numbers, pieces, shapes, strict=True):
+                values[number] = piece.reshape(shape)
         return values
 
-    def to_device_of(self, other: Array, array: Array) -> Array:
-        name = self.device(other)
-        return array if self.device(array) == name else to_device(array, self._met[name].device)
+    def _read(self, vector: Array) -> np.ndarray[Any, Any]:
+        """Return the values of a vector, by the first way that its library has."""
+        if self._device_of(vector).on_host:
+            return np.asarray(vector)
+        if self._host_device is not None:
+            return np.asarray(to_device(vector, self._host_device.device))
+        if hasattr(vector, "get"):
+            return np.asarray(vector.get())
+        with suppress(Exception):  # of any library; the last way is in the standard
+            return np.from_dlpack(vector, device="cpu", copy=True)
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        device = getattr(first, "device", None)
-        return super().quiet() if device is None else _at_home(device)
+        convert = next(
+            (function for kind, function in _CONVERTERS if self.xp.isdtype(vector.dtype, kind)),
+            float,
+        )
+        numbers = [convert(vector[number]) for number in range(vector.shape[0])]
+        return np.asarray(numbers, dtype=getattr(np, _name_of(vector.dtype), None))
+
+    @cached_property
+    def _host_device(self) -> _Device | None:
+        """The device of the library that NumPy reads, ``None`` if it names none."""
+        info = getattr(self.library, "__array_namespace_info__", None)
+        named = [] if info is None else info().devices()
+        devices = [_inspect_device(self.library, device) for device in named if device is not None]
+        return next((device for device in devices if device.on_host), None)
+
+    def _is_lazy(self, array: Array) -> bool:
+        """Whether arrays of a class may have no values yet; array-api-compat may read one to say
+        so, which waits.
+        """
+        if type(array) not in self._lazy:
+            self._lazy[type(array)] = is_lazy_array(array)
+        return self._lazy[type(array)]
+
+    # Sums and products.
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
-        if terms.axes is None or self.facts(terms.arrays).double:
+        if terms.axes is not None and not self.facts(terms.arrays).double:
+            terms = self._with_summed_axes_last(terms)
+        if self._are_there(terms.arrays):
             return super().sums(mode, terms)
-        every = [self._in_rows(array, axes, unit) for array, _, axes, unit in terms.each()]
-        arrays, axes, units = map(list, zip(*every, strict=True))
-        return super().sums(
-            mode, terms._replace(arrays=arrays, axes=axes, units=terms.units and units)
-        )
 
-    def _in_rows(self, array: Array, axes: Axes, unit: Any) -> tuple[Array, Axes, Any]:
-        """Return an array whose last axis are those that are added:
-        along others float32 is added one by one.
+        target, sums = _STEP_DEVICE.get(), []
+        for array, *arguments in terms.each():
+            with self.quiet(array):
+                total = power_sum(self, array, *arguments)
+            sums.append(total if target is None else self._move(total, target))
+        return stack_terms(self, sums, terms)
+
+    def _with_summed_axes_last(self, terms: Terms) -> Terms:
+        """Return the terms with the axes that are added last in each array.
+
+        Along others libraries add one by one, and float32 loses digits.
         """
-        kept = tuple([axis for axis in range(len(array.shape)) if axes and axis not in axes])
+        moved = [self._move_axes_last(array, axes, unit) for array, _, axes, unit in terms.each()]
+        arrays, axes, units = map(list, zip(*moved, strict=True))
+        return terms._replace(arrays=arrays, axes=axes, units=terms.units and units)
+
+    def _move_axes_last(self, array: Array, axes: Axes, unit: Any) -> tuple[Array, Axes, Any]:
+        shape = tuple(array.shape)
+        kept = tuple([axis for axis in range(len(shape)) if axes and axis not in axes])
         if not axes or axes[0] == len(kept):
             return array, axes, unit
-        lengths = [array.shape[axis] for axis in kept]
-        # A copy, of rows.
-        flat = self.xp.reshape(self.xp.permute_dims(array, (*kept, *axes)), (-1,))
-        rows = self.xp.reshape(flat, (*lengths, math.prod([array.shape[axis] for axis in axes])))
-        return rows, (len(kept),), None if unit is None else self.xp.reshape(unit, (*lengths, 1))
 
-    def piece(self, array: Array) -> int:
-        return PIECE if self._device_of(array).host else _LAUNCH
+        # Flattened first: libraries need not copy a permuted array to reshape it.
+        with self.quiet(array):
+            flat = self.xp.reshape(self.xp.permute_dims(array, (*kept, *axes)), (-1,))
+            lengths = [shape[axis] for axis in kept]
+            rows = self.xp.reshape(flat, (*lengths, math.prod([shape[axis] for axis in axes])))
+            if unit is not None:
+                unit = self.xp.reshape(unit, (*lengths, 1))
+        return rows, (len(kept),), unit
+
+    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+        on_host = self._device_of(array).on_host
+        return cut(self.xp, array, axes, PIECE if on_host else _ACCELERATOR_PIECE)
 
     def multiply(
         self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[Array]:
-        if zero or not in_place:
-            return super().multiply(arrays, factors, in_place=in_place, zero=zero)
+        multiply = self._multiply_in_place if in_place else self._multiply
+        if self._are_there(arrays):
+            return [multiply(*pair, zero) for pair in zip(arrays, factors, strict=True)]
+        products = []
         for array, factor in zip(arrays, factors, strict=True):
-            by = operand(self, array, factor)
-            product = array
-            if by.dtype == array.dtype and self.xp.isdtype(array.dtype, "real floating"):
-                product *= by  # the array itself where a library can, without a copy
-            else:
-                product = times(self.xp, array, by, zero)
-            if product is not array:
-                array[...] = product
-        return arrays
+            with self.quiet(array):
+                products.append(multiply(array, factor, zero))
+        return products
+
+    def _multiply(self, array: Array, factor: Any, zero: bool) -> Array:
+        return times(self.xp, array, operand(self, array, factor), zero)
+
+    def _multiply_in_place(self, array: Array, factor: Any, zero: bool) -> Array:
+        by = operand(self, array, factor)
+        if zero or by.dtype != array.dtype or not self.xp.isdtype(array.dtype, "real floating"):
+            array[...] = times(self.xp, array, by, zero)
+            return array
+
+        # Without a copy where `*=` changes the array itself.
+        product = array
+        product *= by
+        if product is not array:
+            array[...] = product
+        return array
+
+    def cond(
+        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
+    ) -> list[Array]:
+        if self.may_record or self._is_lazy(ok):
+            return super().cond(ok, usual, rare)
+        # The one value that a step reads: `rare` would read the gradients twice more.
+        return usual() if bool(ok) else rare()
+
+    # Arrays that are changed in place.
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
-        if not self.writes:
-            return super().memory(leaves)
-        return [(_view(leaf) if self._has_views else None, None) for leaf in leaves]
+        return [self._memory_of(leaf) for leaf in leaves]
+
+    def _memory_of(self, leaf: Any) -> Memory:
+        with self.quiet(leaf):
+            reason = self._class_refusal(leaf)
+            if reason is not None or not self._has_views:
+                return None, reason
+            return _storage_of(leaf)
+
+    def _class_refusal(self, leaf: Any) -> str | None:
+        """Return why arrays of a class cannot be written, ``None`` if they can or are empty.
+
+        array-api-compat takes every class that it does not know for one that can.
+        """
+        if type(leaf) not in self._refusals:
+            if 0 in leaf.shape:
+                return None
+            self._refusals[type(leaf)] = self._try_to_write(leaf)
+        return self._refusals[type(leaf)]
+
+    def _try_to_write(self, leaf: Any) -> str | None:
+        """Write into a copy, of one entry if that is of the class, and return why that failed."""
+        entry = leaf[(slice(0, 1),) * len(leaf.shape)] if leaf.shape else leaf
+        copied = entry - entry  # 0 or NaN
+        if type(copied) is not type(leaf):  # a class that arithmetic loses
+            copied = deepcopy(leaf)
+        ones = self.xp.ones_like(copied)
+        try:
+            copied[...] = ones
+        except Exception as error:  # noqa: BLE001 - of any library
+            return f"{_NEVER_CHANGE} ({_summarize(error)})"
+        changed = bool(self.xp.all(copied == ones))
+        return None if changed else f"{_NEVER_CHANGE}, though writing into them raises no error"
 
     @cached_property
     def _has_views(self) -> bool:
-        """Whether a part of an array shares its memory,
-        which is not known of a library before it is tried.
-        """
+        """Whether a part of an array shares its memory, which no library tells."""
         whole = self.xp.zeros(2)
         part = whole[:1]
         part[...] = self.xp.ones(1)
         return bool(whole[0] == 1)
 
     def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
-        array[...] = function(array, *operands)
+        with self.quiet(array):
+            array[...] = function(array, *operands)
 
-    def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
-        if self.records or is_lazy_array(ok):
-            return super().cond(ok, usual, rare)
-        # Waits for the norms, where `rare` reads the gradients twice.
-        return usual() if bool(ok) else rare()
+
+_CONVERTERS = (("bool", bool), ("integral", int), ("complex floating", complex))
+"""What makes Python numbers of entries that are not real; `float` makes those that are."""
+
+
+_NARROW = {"float64": "float32", "complex128": "complex64"}
+"""What a device without float64 holds instead."""
+
+
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype, without that of its library."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _place(array: Any) -> tuple[str, str]:
@@ -308,53 +496,34 @@ def _place(array: Any) -> tuple[str, str]:
     return str(getattr(array, "dtype", None)), str(getattr(array, "device", None))
 
 
-def _read(vector: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a vector on an accelerator, by the first way that its library has."""
-    for read in (
-        lambda: np.asarray(to_device(vector, "cpu")),
-        lambda: np.from_dlpack(vector, device="cpu"),
-    ):
-        with suppress(Exception):
-            return read()
-    return np.asarray([float(vector[number]) for number in range(vector.shape[0])])
-
-
-def _make_at_home(make: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a function that makes arrays on the device of the step,
-    where none is given and no array is converted.
+def _storage_of(leaf: Any) -> Memory:
+    """Return a NumPy array at an array's place in memory, ``None`` if that is unknown;
+    and why it cannot be written, if so.
     """
+    interface = getattr(leaf, "__cuda_array_interface__", None)
+    if interface is not None:
+        start, read_only = interface["data"]
+        size = np.dtype(interface["typestr"]).itemsize
+        view = np.asarray(Address(start, interface["shape"], interface.get("strides"), size))
+        return view, "it is read-only" if read_only else None
 
-    @wraps(make)
-    def made(*args: Any, **options: Any) -> Array:
-        home = _HOME.get()
-        if home is not None and options.get("device") is None:
-            known = (
-                args and hasattr(args[0], "__array_namespace__") and not isinstance(args[0], NUMPY)
-            )
-            options |= {} if known else {"device": home}
-        return make(*args, **options)
-
-    return made
+    with suppress(Exception):  # of any library; then arrays are told apart as objects
+        return np.from_dlpack(leaf), _refusal_of(leaf)
+    return None, None
 
 
-@contextmanager
-def _at_home(device: Any) -> Iterator[None]:
-    """Make arrays on a device; some are contexts themselves, as CuPy's."""
-    context = hasattr(device, "__enter__")
-    token = _HOME.set(None if context else device)
+def _summarize(error: Exception) -> str:
+    """Return an error of a library in a few words."""
+    return shorten(f"{type(error).__name__}: {error}", 120)
+
+
+def _refusal_of(leaf: Any) -> str | None:
+    """Return why memory of the host cannot be written, by writing nothing into it."""
     try:
-        with np.errstate(all="ignore"), device if context else nullcontext():
-            yield
-    finally:
-        _HOME.reset(token)
-
-
-def _view(leaf: Any) -> View | None:
-    """Return a NumPy array of an array's memory, ``None`` if it is unknown."""
-    told = getattr(leaf, "__cuda_array_interface__", None)
-    if told is not None:
-        size = np.dtype(told["typestr"]).itemsize
-        return np.asarray(Address(told["data"][0], told["shape"], told.get("strides"), size))
-    with suppress(Exception):  # of any library
-        return np.from_dlpack(leaf)
+        if leaf.shape:
+            leaf[:0, ...] = leaf[:0, ...]
+        else:
+            leaf[...] = leaf
+    except Exception as error:  # noqa: BLE001 - of any library
+        return f"it cannot be written ({_summarize(error)})"
     return None

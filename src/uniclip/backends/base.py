@@ -9,7 +9,7 @@ backend. Another one:
   reads them: `mode`, `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
   `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
   `debug_infs`;
-- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `piece`, `scale`,
+- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`,
   `multiply`, `bound`, `unstack`, `memory`, `write`; and have parts in several processes: `reducer`,
   `copies`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
@@ -83,14 +83,19 @@ class Kinds:
         storage formats.
         """
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
+        self.traced, self.reads, self.records, self.double = backend.facts(present)
+        """See `Facts`."""
         self.dtype = norm_dtype(
             backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
         )
-        """The dtype of their norms: float32, or the widest real one."""
+        """The dtype of their norms: float32, or the widest real one.
+
+        Norms lie with the first leaf, whose device may have no float64 though that of others has.
+        """
+        if not self.double and not backend.facts(present[:1]).double:
+            self.dtype = backend.xp.float32
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
-        self.traced, self.reads, self.records, self.double = backend.facts(present)
-        """See `Facts`."""
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
 
@@ -474,21 +479,13 @@ class Backend:
         """
         return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
-        """Split a large array into vectors, in any order of its entries.
+    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+        """Split a large array, which avoids a wide copy of all of it.
 
-        ``None`` if it is measured as a whole.
-
-        This avoids a wide copy of all of it.
+        Into vectors, in any order of its entries; where it is added along ``axes``, into runs of
+        its first axis, in order. ``None`` if it is measured as a whole.
         """
-        if self.traced(array) or math.prod(array.shape) <= self.piece(array):
-            return None
-        flat = self.xp.reshape(array, (-1,))
-        return (flat[rows] for rows in row_slices(flat.shape, self.piece(array)))
-
-    def piece(self, array: Array) -> int:
-        """Return how many entries of a large array are processed at a time."""
-        return PIECE
+        return None if self.traced(array) else cut(self.xp, array, axes, PIECE)
 
     def scale(self, products: Products) -> list[Array]:
         """Return each array multiplied by its factor, in its own dtype.
@@ -627,8 +624,10 @@ def stack_arrays(backend: Backend, arrays: Sequence[Array]) -> Array:
         return np.array(arrays)  # takes half as long as np.stack
     if len(arrays) == 1:
         return xp.expand_dims(arrays[0], axis=0)
-    dtype = xp.result_type(*{array.dtype for array in arrays})
-    return xp.stack([cast(xp, backend.to_device_of(arrays[0], array), dtype) for array in arrays])
+    # A device without float64 gets what it can hold.
+    moved = [backend.to_device_of(arrays[0], array) for array in arrays]
+    dtype = xp.result_type(*{array.dtype for array in moved})
+    return xp.stack([cast(xp, array, dtype) for array in moved])
 
 
 def op_of(p: float) -> Op:
@@ -644,15 +643,18 @@ def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = 
     def of(piece: Array, unit: Any) -> Array:
         return _powers(backend, piece if unit is None else _modulus(backend, piece, unit), p, axes)
 
-    pieces = backend.pieces(array)
+    pieces = backend.pieces(array, axes)
     if pieces is None:
         return of(array, unit)
-    if axes is None:
+    # A unit has one row where the first axis is added.
+    if axes is None or 0 in axes:
         return _combine(backend, [of(piece, unit) for piece in pieces], op_of(p))
-    rows = row_slices(array.shape, backend.piece(array))
-    if 0 in axes:
-        return _combine(backend, [of(array[part, ...], unit) for part in rows], op_of(p))
-    parts = [of(array[part, ...], unit if unit is None else unit[part, ...]) for part in rows]
+
+    parts, start = [], 0
+    for piece in pieces:
+        stop = start + piece.shape[0]
+        parts.append(of(piece, unit if unit is None else unit[start:stop, ...]))
+        start = stop
     return backend.xp.concat(parts, axis=0)
 
 
@@ -660,8 +662,16 @@ def _combine(backend: Backend, parts: list[Array], op: Op) -> Array:
     """Return the sum or the maximum of arrays of one shape."""
     xp = backend.xp
     if op == "sum":
-        return reduce(lambda a, b: a + b, parts)
+        return _add_in_pairs(parts)
     return reduce(lambda a, b: xp.where(xp.isnan(b) | (b > a), b, a), parts)
+
+
+def _add_in_pairs(parts: list[Array]) -> Array:
+    """Return the sum of arrays, whose rounding errors grow with the logarithm of their number."""
+    while len(parts) > 1:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]
 
 
 def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
@@ -830,6 +840,15 @@ def finite_or_zero(xp: Any, array: Array) -> Array:
     """Return the array with 0 for each entry that is not finite."""
     # Beside a number NumPy widens bfloat16.
     return cast(xp, xp.where(xp.isfinite(array), array, 0.0), array.dtype)
+
+
+def cut(xp: Any, array: Array, axes: Axes, size: int) -> Iterable[Array] | None:
+    """Return the pieces of an array of more than ``size`` entries, as `Backend.pieces` does."""
+    if math.prod(array.shape) <= size:
+        return None
+    if axes is None:
+        array = xp.reshape(array, (-1,))
+    return (array[rows, ...] for rows in row_slices(array.shape, size))
 
 
 def row_slices(shape: tuple[int, ...], piece: int = PIECE) -> list[slice]:

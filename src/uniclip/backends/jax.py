@@ -34,6 +34,7 @@ from uniclip.backends.base import (
     NODES,
     TRACED,
     Array,
+    Axes,
     Backend,
     Facts,
     Kinds,
@@ -539,7 +540,7 @@ class _JAX(Backend):
         )
         return jnp.sum(jnp.square(array.astype(jnp.float32))) if long else None
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
+    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
         return None  # a compiler makes no copy
 
     def multiply(

@@ -449,7 +449,9 @@ class _NumPy(Backend):
     def unstack(self, array: Array) -> list[Array]:
         return list(array)
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
+    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+        if axes is not None:
+            return super().pieces(array, axes)
         return walk([array], "readonly") if array.size > PIECE else None
 
 

@@ -31,6 +31,7 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
+    Axes,
     Backend,
     Facts,
     Kinds,
@@ -349,13 +350,15 @@ class _TensorFlow(Backend):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and "CPU" in array.device
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
+    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
         # Without XLA, traced code would make the copy too.
         if (
             array.dtype not in {tf.float16, tf.bfloat16}
             or (array.shape.num_elements() or 0) <= PIECE
         ):
             return None
+        if axes is not None:
+            return (array[rows, ...] for rows in row_slices(array.shape))
         flat = tf.reshape(array, [-1])
         return (flat[rows] for rows in row_slices(flat.shape))
 

@@ -22,6 +22,7 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
+    Axes,
     Facts,
     Kinds,
     Leaf,
@@ -569,13 +570,15 @@ class _Torch(dtensor.Distributed):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and bool(array.is_cpu)
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
+    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
         # whose size may be symbolic
         if type(array) is not torch.Tensor or tracing() or valueless(array):
             return None
         # Derivatives would keep every piece anyway.
         if array.numel() <= PIECE or is_recorded(array):
             return None
+        if axes is not None:
+            return (array[rows] for rows in row_slices(array.shape))
         ordered = in_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return (flat[rows] for rows in row_slices(flat.shape))
