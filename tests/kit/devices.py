@@ -74,8 +74,7 @@ def by_numpy(kind: type) -> Iterator[None]:
 @contextmanager
 def elsewhere(device: Device = Device()) -> Iterator[None]:  # noqa: B008 - it never changes
     """Let every tensor of PyTorch say that it is on an accelerator, and refuse reads by the host."""
-    # which notes the attributes of tensors when it is imported, and not those patched here
-    import torch._dynamo
+    import torch
 
     move = torch.Tensor.to
     stay = lambda x, *args, **options: (
@@ -96,6 +95,8 @@ def on_torch() -> Iterator[None]:
 
     Triton's kernels are left out: there is no accelerator.
     """
+    # which notes the attributes of tensors when it is imported, and not those patched here
+    import torch._dynamo  # noqa: F401
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoReads(TorchDispatchMode):
