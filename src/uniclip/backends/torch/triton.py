@@ -100,9 +100,10 @@ def _row_of_program(table, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _can_vectorize(address):
-    # A thread loads 16 bytes at a time if the compiler knows that they are aligned.
-    return address % 16 == 0
+def _address(addresses, leaf, start, DTYPE: tl.constexpr):
+    # The address of an entry, as an integer. Its alignment decides how the entries are loaded: a
+    # thread takes 16 bytes at a time if the compiler is told that a pointer is a multiple of 16.
+    return (tl.load(addresses + leaf).to(tl.pointer_type(DTYPE)) + start).to(tl.int64)
 
 
 @triton.jit
@@ -127,11 +128,10 @@ def sum_chunks(
     row = _row_of_program(table, COLUMNS_OF_TABLE)
     start = tl.load(row + START)
     length = tl.load(row + STOP) - start
-    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    address = tl.load(addresses + tl.load(row + LEAF)) + start * size
+    address = _address(addresses, tl.load(row + LEAF), start, DTYPE)
     chunk = address.to(tl.pointer_type(DTYPE))
 
-    if (length == CHUNK) & _can_vectorize(address):
+    if (length == CHUNK) & (address % 16 == 0):
         total = _sum_chunk(tl.multiple_of(chunk, 16), length, True, CHUNK, BLOCK)
     else:
         total = _sum_chunk(chunk, length, False, CHUNK, BLOCK)
@@ -162,7 +162,7 @@ def sum_rows(
     address = tl.load(addresses + tl.load(tile + LEAF))
     leaf = address.to(tl.pointer_type(DTYPE))
 
-    if (width % 16 == 0) & _can_vectorize(address):
+    if (width % 16 == 0) & (address % 16 == 0):
         total = _sum_rows(
             tl.multiple_of(leaf, 16), rows, height, tl.multiple_of(width, 16), ROWS, COLUMNS
         )
@@ -240,13 +240,12 @@ def scale_chunks(
         start = tl.load(row + START)
         length = tl.load(row + STOP) - start
         leaf = tl.load(row + LEAF)
-        size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-        address = tl.load(addresses + leaf) + start * size
-        out_address = tl.load(addresses + to_outputs + leaf) + start * size
+        address = _address(addresses, leaf, start, DTYPE)
+        out_address = _address(addresses + to_outputs, leaf, start, DTYPE)
         chunk = address.to(tl.pointer_type(DTYPE))
         out = out_address.to(tl.pointer_type(DTYPE))
 
-        if (length == CHUNK) & _can_vectorize(address | out_address):
+        if (length == CHUNK) & ((address | out_address) % 16 == 0):
             chunk = tl.multiple_of(chunk, 16)
             out = tl.multiple_of(out, 16)
             _scale_chunk(chunk, out, length, factor, ZERO, True, CHUNK, BLOCK)
@@ -289,7 +288,7 @@ def scale_rows(
         leaf = address.to(tl.pointer_type(DTYPE))
         out = out_address.to(tl.pointer_type(DTYPE))
 
-        if (width % 16 == 0) & _can_vectorize(address | out_address):
+        if (width % 16 == 0) & ((address | out_address) % 16 == 0):
             leaf = tl.multiple_of(leaf, 16)
             out = tl.multiple_of(out, 16)
             width = tl.multiple_of(width, 16)
@@ -346,13 +345,12 @@ def bound_chunks(
     start = tl.load(row + START)
     length = tl.load(row + STOP) - start
     leaf = tl.load(row + LEAF)
-    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    address = tl.load(addresses + leaf) + start * size
-    out_address = tl.load(addresses + to_outputs + leaf) + start * size
+    address = _address(addresses, leaf, start, DTYPE)
+    out_address = _address(addresses + to_outputs, leaf, start, DTYPE)
     chunk = address.to(tl.pointer_type(DTYPE))
     out = out_address.to(tl.pointer_type(DTYPE))
 
-    if (length == CHUNK) & _can_vectorize(address | out_address):
+    if (length == CHUNK) & ((address | out_address) % 16 == 0):
         chunk = tl.multiple_of(chunk, 16)
         out = tl.multiple_of(out, 16)
         write = to_outputs > 0
