@@ -27,14 +27,17 @@ ADAPTERS = ("keras", "optax", "trainers")
 """Libraries beside the frameworks: Keras, optax with Flax and Equinox,
 Lightning with Accelerate and Hugging Face.
 """
-APART = ("types", "libraries")
-"""What is not among all: types, and libraries that clip inside, Stable-Baselines3, TRL and timm."""
+APART = ("types", "libraries", "triton")
+"""What is not among all: types; libraries that clip inside, Stable-Baselines3, TRL and timm; kernels
+in Triton's interpreter, in no process with TensorFlow.
+"""
 NEEDS = {
     "typed/test_types.py": {"types"},  # with the frameworks installed, mypy takes minutes
     "libraries/test_libraries.py": {"libraries"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
     "test_processes.py": {"torch"},
+    "test_triton.py": {"triton"},
     "test_sharding.py": {"jax", "optax"},
     "adapters/test_torch.py": {"torch"},
     "adapters/test_torch_several.py": {"torch"},
@@ -94,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "only(*names): of the frameworks of a run, or of their kinds, those that a test is for",
     )
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
+    if "triton" in chosen(config):  # which reads it when it is imported
+        os.environ |= {"TRITON_INTERPRET": "1", "UNICLIP_TRITON": "1"}
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
 
 

@@ -1,32 +1,35 @@
 """Kernels for many tensors of an accelerator, which Triton's interpreter runs on the CPU: numbers,
-how many start.
+how many start, and when none does.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch._dynamo  # which notes the attributes of tensors, before they are patched
+import triton.runtime.interpreter as interpreter
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import uniclip as uc
+from kit.devices import elsewhere
 
 pytestmark = [
-    pytest.mark.skipif("triton" in sys.modules, reason="Triton was imported to compile"),
     # NumPy's in the interpreter.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),
 ]
-os.environ["TRITON_INTERPRET"] = "1"  # is read when Triton is imported
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-os.environ.pop("TRITON_INTERPRET")
-
+HERE = Path(__file__).parent
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "float64": 1e-10, "mixed": 1e-2}
 SHAPES = {
     "w": (300, 70),
@@ -34,7 +37,9 @@ SHAPES = {
     "k": (8, 3, 5, 5),
     "s": (),
     "none": (0, 4),
+    "no entries": (4, 0),
     "wide": (3, 9000),
+    "even": (5, 64),
     "one": (1, 50),
 }
 RULES = {
@@ -43,6 +48,7 @@ RULES = {
     "norm": uc.by_norm(0.5),
     "value": uc.by_value(-0.3, 0.3),
     "agc": uc.agc(0.01),
+    "rows": uc.Rule(0.1, scope=uc.scopes.unit(0)),
     "zclip": uc.zclip(),
     "adagc": uc.adagc(),
     "rms": uc.by_block_rms(0.1),
@@ -51,43 +57,24 @@ RULES = {
 
 
 @pytest.fixture
-def started() -> Iterator[list[str]]:
-    """Let tensors say that they are elsewhere, and kernels take them.
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the kernels that start."""
+    names: list[str] = []
+    start = interpreter.GridExecutor.__call__
 
-    Return the names of those that started.
-    """
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        from uniclip.backends.torch import fast_path, triton
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        names.append(kernel.fn.__name__)
+        with record_function("kernel"):
+            start(kernel, *args, **options)
 
-        names: list[str] = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", note)
+    return names
 
-        class Noted:
-            """A kernel that notes when it starts."""
 
-            def __init__(self, name: str) -> None:
-                self.name, self.kernel = name, getattr(triton, name)
-
-            def __getitem__(self, grid: Any) -> Any:
-                names.append(self.name)
-                return self.kernel[grid]
-
-        kernels = (
-            "_add_squares",
-            "_add_squares_of_rows",
-            "_join",
-            "_limit",
-            "_change",
-            "_change_rows",
-        )
-        with (
-            mock.patch.multiple(
-                triton, INTERPRETED=True, **{name: Noted(name) for name in kernels}
-            ),
-            mock.patch.object(fast_path, "_ACCELERATORS", {"cpu"}),
-            mock.patch.dict(fast_path.KERNELS, {"cpu": triton}),
-            mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: False)),
-        ):
-            yield names
+def clip_(grads: Any, rule: Any, params: Any = None) -> Any:
+    """Clip tensors that say that they are elsewhere. Return the report."""
+    with elsewhere():
+        return uc.clip_(grads, rule, params=params)
 
 
 def tree(dtype: str, seed: int = 0) -> dict[str, Any]:
@@ -108,72 +95,112 @@ def tree(dtype: str, seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RULES)
 def test_rules(started: list[str], name: str, dtype: str, in_place: bool) -> None:
     """Rules do what they do in float64 on the CPU, in the dtype of each leaf."""
-    rule, grads, params, tol = RULES[name], tree(dtype), tree(dtype, 1), TOLERANCES[dtype]
-    clipper, other = uc.Clipper(rule), uc.Clipper(rule)
-    needed = "params" in getattr(getattr(rule, "limit", None), "needs", ())
-    wide, of_params = (
-        {key: leaf.double() for key, leaf in given.items()} for given in (grads, params)
+    rule, tolerance = RULES[name], TOLERANCES[dtype]
+    left_out = {"s"} if name == "rows" else set()
+    grads, params = (
+        {key: leaf for key, leaf in tree(dtype, seed).items() if key not in left_out}
+        for seed in (0, 1)
     )
+    with_params = "params" in getattr(getattr(rule, "limit", None), "needs", ())
+    clipper, other = uc.Clipper(rule), uc.Clipper(rule)
     for step in (1, 2):
         given = {key: leaf * step for key, leaf in grads.items()}
-        made = (clipper.clip_ if in_place else clipper)(given, params if needed else None)
-        with mock.patch.object(torch.Tensor, "is_cpu", torch._C.TensorBase.is_cpu):
-            expected = other(
-                {key: leaf * step for key, leaf in wide.items()}, of_params if needed else None
-            )
-    found = given if in_place else made
+        with elsewhere():
+            made = (clipper.clip_ if in_place else clipper)(given, params if with_params else None)
+        wide, of_params = (
+            {key: leaf.double() * number for key, leaf in leaves.items()}
+            for leaves, number in ((grads, step), (params, 1))
+        )
+        expected = other(wide, of_params if with_params else None)
+
     assert started or (name == "value" and dtype == "float64")
-    for key, leaf in found.items():
+    for key, leaf in (given if in_place else made).items():
         assert leaf.dtype is grads[key].dtype
         wanted = expected[key].numpy()
-        largest = np.abs(wanted).max(initial=0)
-        np.testing.assert_allclose(
-            leaf.double().numpy(), wanted, rtol=tol, atol=tol * largest + 1e-7
-        )
+        bound = tolerance * np.abs(wanted).max(initial=0) + 1e-7
+        np.testing.assert_allclose(leaf.double().numpy(), wanted, rtol=tolerance, atol=bound)
 
 
-def test_few_start(started: list[str]) -> None:
-    """One norm takes three kernels, and a norm for each leaf or row hardly more,
-    of however many leaves.
-    """
-    leaves = [torch.ones(8, 4 + number) for number in range(20)]
-    for rule, most in (
-        (uc.by_global_norm(1.0), 3),
-        (uc.by_norm(1.0), 3),
-        (uc.by_value(-0.5, 0.5), 1),
-    ):
+def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
+    """Return how many kernels of Triton, and of PyTorch, a step in place starts."""
+    grads, params = ([torch.ones(8, 4 + number % 10) for number in range(leaves)] for _ in range(2))
+    with_params = "params" in getattr(getattr(rule, "limit", None), "needs", ())
+    step = partial(rule.update, params=params if with_params else None, in_place=True)
+    with elsewhere():
+        _, state, _ = step(grads, rule.init(grads))
         started.clear()
-        uc.clip_(leaves, rule)
-        assert len(started) <= most, (rule, started)
-    started.clear()
-    uc.clip_(leaves, uc.agc(), params=[leaf + 1 for leaf in leaves])
-    assert len(started) <= 5, started
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            step(grads, state)
+
+    views = ("detach", "expand", "view", "unbind", "split", "select", "slice", "reshape", "alias")
+    makers = ("empty", "scalar_tensor", "result_type", "resolve", "lift", "_to_copy", "to")
+
+    def counts(event: Any) -> bool:
+        name = event.name.removeprefix("aten::")
+        if not event.name.startswith("aten::") or name.startswith((*views, *makers, "unsqueeze")):
+            return False
+        parent = event.cpu_parent
+        while parent is not None:
+            if parent.name.startswith(("aten::", "kernel")):
+                return False
+            parent = parent.cpu_parent
+        return True
+
+    return len(started), len([event for event in profiled.events() if counts(event)])
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    {
+        "global": (3, 2),
+        "skip": (3, 20),
+        "norm": (3, 12),
+        "value": (1, 0),
+        "agc": (5, 30),
+        "rows": (3, 20),
+        "zclip": (3, 60),
+        "adagc": (3, 70),
+        "rms": (3, 15),
+    }.items(),
+)
+def test_launches(started: list[str], name: str, most: tuple[int, int]) -> None:
+    """As many kernels start for 20 and 148 leaves as for two."""
+    few, more, many = (launches(RULES[name], leaves, started) for leaves in (2, 20, 148))
+    assert few[0] > 0
+    assert more == many
+    assert all(a <= b for a, b in zip(many, most, strict=True)), (name, few, many)
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-38])
 def test_range(started: list[str], scale: float) -> None:
     """No square is out of range."""
-    norm = uc.clip_(leaf := [torch.full((20_000,), scale)], uc.by_global_norm(1e38)).norms
+    leaf = [torch.full((20_000,), scale)]
+    norm = float(clip_(leaf, uc.by_global_norm(1e38)).norms)
+    assert started
     assert abs(float(norm) / (scale * 20_000**0.5) - 1) < 1e-5
-    assert leaf[0].unique().numel() == 1
+    assert len(np.unique(leaf[0].numpy())) == 1
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nonfinite(started: list[str], bad: float) -> None:
-    """NaN and ∞ spread over all leaves, become 0 with all others,
-    and stay alone in a clip by value.
-    """
-    for nonfinite, check in (("propagate", torch.isnan), ("skip", lambda leaf: leaf == 0)):
-        leaves = [torch.ones(70), torch.tensor([bad, 1.0]), torch.ones(3, dtype=torch.bfloat16)]
-        uc.clip_(leaves, uc.by_global_norm(1.0, nonfinite=nonfinite))
-        assert all(bool(check(leaf).all()) for leaf in leaves)
+    """NaN and ∞ spread over all leaves, become 0 with all others, and stay alone by value."""
+
+    def leaves() -> list[Any]:
+        return [torch.ones(70), torch.tensor([bad, 1.0]), torch.ones(3, dtype=torch.bfloat16)]
+
+    spread, skipped, bounded = leaves(), leaves(), leaves()
+    clip_(spread, uc.by_global_norm(1.0))
+    assert all(np.isnan(leaf.double().numpy()).all() for leaf in spread)
+    clip_(skipped, uc.by_global_norm(1.0, nonfinite="skip"))
+    assert all((leaf.double().numpy() == 0).all() for leaf in skipped)
+    clip_(bounded, uc.by_value(-0.5, 0.5))
+    np.testing.assert_array_equal(bounded[0].double().numpy(), 0.5)
+    np.testing.assert_array_equal(bounded[1].double().numpy(), [np.clip(bad, -0.5, 0.5), 0.5])
+    assert {"find_factor", "scale_chunks", "bound_chunks"} <= set(started)
 
 
 def test_order_of_memory(started: list[str]) -> None:
-    """Tensors in any order of memory are clipped whole.
-
-    What a change in place may disturb is told by the version.
-    """
+    """Tensors in any order of memory, and off 16 bytes, are clipped whole; autograd is told."""
     base = torch.ones(2 * 2**14 + 3)
     leaves = [
         base[1:],
@@ -181,40 +208,299 @@ def test_order_of_memory(started: list[str]) -> None:
         torch.ones(2, 8, 6, 6).to(memory_format=torch.channels_last),
     ]
     versions = [leaf._version for leaf in leaves]
-    norm = uc.clip_(leaves, uc.by_global_norm(1.0)).norms
+    norm = clip_(leaves, uc.by_global_norm(1.0)).norms
+    count = sum(leaf.numel() for leaf in leaves)
     assert started
-    assert float(norm) == pytest.approx(sum(leaf.numel() for leaf in leaves) ** 0.5, rel=1e-6)
-    assert all(leaf.unique().numel() == 1 for leaf in leaves)
+    assert float(norm.double().numpy()) == pytest.approx(count**0.5, rel=1e-6)
+    for leaf in leaves:
+        np.testing.assert_allclose(leaf.double().numpy(), count**-0.5, rtol=1e-6)
     assert all(leaf._version > before for leaf, before in zip(leaves, versions, strict=True))
-    assert float(base[0]) == 1
+    assert base.double().numpy()[0] == 1
 
 
-def test_no_compiler(started: list[str]) -> None:
-    """Where a kernel cannot be compiled, PyTorch's own functions are taken, from then on."""
-    from uniclip.backends.torch import triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
+def test_edges_of_chunks(started: list[str], offset: int, dtype: str) -> None:
+    """Every entry of a tensor of any length is measured, and changed once, and no other one."""
+    kind = getattr(torch, dtype)
+    for length in (1, 4095, 2**14 - 1, 2**14, 2**14 + 1, 2**15 + 16):
+        memory = torch.ones(length + offset + 32, dtype=kind)
+        leaf = memory[offset : offset + length]
+        norm = float(clip_([leaf], uc.by_global_norm(0.5)).norms)
+        values = memory.double().numpy()
+        assert float(norm) == pytest.approx(length**0.5, rel=1e-6)
+        np.testing.assert_allclose(
+            values[offset : offset + length], 0.5 / length**0.5, rtol=TOLERANCES[dtype]
+        )
+        assert (values[:offset] == 1).all()
+        assert (values[offset + length :] == 1).all()
+    assert "scale_chunks" in started
 
-    class Broken:
-        """A kernel that cannot be compiled."""
 
-        def __getitem__(self, grid: Any) -> Any:
-            def fail(*args: Any, **options: Any) -> None:
-                msg = "Failed to find C compiler"
-                raise RuntimeError(msg)
+@pytest.mark.parametrize("width", [1, 16, 255, 256, 257, 8192, 8193])
+def test_edges_of_rows(started: list[str], width: int) -> None:
+    """Rows of any length have norms of their own, and nothing but them is changed."""
+    memory = torch.ones(9 * width + 32)
+    leaf = memory[16 : 16 + 9 * width].view(9, width)
+    leaf.mul_(torch.arange(9.0).unsqueeze(1))
+    clip_([leaf], uc.Rule(2.0, scope=uc.scopes.unit(0)))
+    norms = np.arange(9) * width**0.5
+    clipped = np.minimum(norms, 2.0) / np.maximum(width**0.5, 1)
+    np.testing.assert_allclose(
+        leaf.double().numpy(), np.repeat(clipped[:, None], width, 1), rtol=1e-5
+    )
+    values = memory.double().numpy()
+    assert (values[:16] == 1).all()
+    assert (values[16 + 9 * width :] == 1).all()
+    assert started
 
-            return fail
 
-    send = mock.Mock(side_effect=lambda addresses, *rest: torch.tensor(addresses))
-    with mock.patch.multiple(
-        triton, INTERPRETED=False, _add_squares=Broken(), _broken=set(), _send_addresses=send
-    ):
-        for _ in range(2):
-            leaves = [torch.full((70,), 3.0)]
-            uc.clip_(leaves, uc.by_global_norm(1.0))
-            assert float(leaves[0].norm()) == pytest.approx(1)
-        assert send.call_count == 1
+def test_unchanged_bits(started: list[str]) -> None:
+    """Within the limit bits stay, those of zeros with a sign and of NaN by value, too."""
+    leaf = torch.tensor([-0.0, 1e-42, 3.0])
+    bits = leaf.view(torch.int32).clone()
+    clip_([leaf], uc.by_global_norm(10.0))
+    clip_([leaf], uc.by_value(-5.0, 5.0))
+    assert "bound_chunks" in started
+    np.testing.assert_array_equal(leaf.view(torch.int32), bits)
+
+
+def test_same_bits(started: list[str]) -> None:
+    """The same input has the same bits again."""
+    grads = torch.from_numpy(np.random.default_rng(0).normal(size=50_000)).float()
+    with elsewhere():
+        found = [uc.global_norm([grads.clone()]) for _ in range(3)]
+    norms = {float(norm) for norm in found}
+    assert started
+    assert len(norms) == 1
+
+
+def test_new_addresses(started: list[str]) -> None:
+    """Steps whose gradients are elsewhere each time are right, and what is remembered is bounded."""
+    kept = []
+
+    def tables() -> int:
+        gc.collect()
+        return len(
+            [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype is torch.int64]
+        )
+
+    for number in range(200):
+        kept.append([torch.full((8,), 1.0 + number), torch.full((3,), 1.0)])
+        clip_(kept[-1], uc.by_global_norm(1.0))
+        if number == 100:
+            before = tables()
+    assert tables() <= before + 70
+    assert len(started) == 600
+    for leaves in kept:
+        total = sum((leaf.double().numpy() ** 2).sum() for leaf in leaves)
+        assert total == pytest.approx(1, rel=1e-5)
+
+
+def test_inference_mode(started: list[str]) -> None:
+    """Tensors of inference mode, which have no version, are clipped there."""
+    with torch.inference_mode():
+        leaf = torch.full((8,), 3.0)
+        clip_([leaf], uc.by_norm(1.0))
+        assert started
+        np.testing.assert_allclose(leaf.double().numpy(), 8**-0.5, rtol=1e-6)
+
+
+class Subclass(torch.Tensor):
+    """A tensor that may hold anything."""
+
+
+class Sees(TorchDispatchMode):
+    """A mode that notes the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def with_mode(clip: Callable[..., Any], leaf: torch.Tensor) -> Any:
+    """Clip where a mode looks on, which sees a product."""
+    with Sees() as mode:
+        made = clip([leaf])
+    assert any("mul" in name for name in mode.names)
+    return made
+
+
+WAYS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
+    "derivatives": lambda clip, leaf: [clip([leaf.requires_grad_()])[0].detach()],
+    "a subclass": lambda clip, leaf: [
+        x.as_subclass(torch.Tensor) for x in clip([leaf.as_subclass(Subclass)])
+    ],
+    "vmap": lambda clip, leaf: [torch.func.vmap(lambda x: clip([x])[0])(leaf.unsqueeze(0))[0]],
+    "a dispatch mode": with_mode,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["global", "norm"])
+def test_old_ways(started: list[str], name: str, way: str) -> None:
+    """No kernel starts where others look on, or derivatives are recorded."""
+    leaf = torch.full((8,), 3.0)
+    with elsewhere():
+        made = WAYS[way](lambda leaves: uc.clip(leaves, RULES[name])[0], leaf)
+    assert started == []
+    np.testing.assert_allclose(
+        made[0].double().numpy(), RULES[name].limit.value * 8**-0.5, rtol=1e-6
+    )
+
+
+def test_turned_off(started: list[str]) -> None:
+    """``UNICLIP_TRITON=0`` turns the kernels off, from that step on."""
+    leaf = torch.full((8,), 3.0)
+    with mock.patch.dict(os.environ, UNICLIP_TRITON="0"):
+        clip_([leaf], uc.by_global_norm(1.0))
+    assert started == []
+    np.testing.assert_allclose(leaf.double().numpy(), 8**-0.5, rtol=1e-6)
+    clip_([leaf], uc.by_global_norm(0.5))
+    assert len(started) == 3
+
+
+def run(program: str, **environment: str) -> str:
+    """Run a program in a process of its own, which knows nothing of Triton yet. Return its output."""
+    others = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"TRITON_INTERPRET", "UNICLIP_TRITON"}
+    }
+    lines = f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{program}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", lines],
+        env=others | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_beside_tensorflow() -> None:
+    """Triton is not imported into a process with TensorFlow: one line in the log says so."""
+    out = run(
+        """
+import types, torch, uniclip as uc
+from kit.devices import Device, as_nvidia
+sys.modules["tensorflow"] = types.ModuleType("tensorflow")
+with as_nvidia((9, 0), Device()):
+    for _ in range(2):
+        leaf = torch.full((8,), 3.0)
+        uc.clip_([leaf], uc.by_global_norm(1.0))
+assert "triton" not in sys.modules
+assert abs(float(leaf.norm()) - 1) < 1e-6
+"""
+    )
+    assert out.count("TensorFlow is loaded") == 1
+
+
+def test_where_they_are_used() -> None:
+    """Triton is imported for GPUs of NVIDIA from Volta on. It warns once if it does not work there."""
+    run(
+        """
+import os, warnings, torch, uniclip as uc
+from unittest import mock
+from kit.devices import Device, as_nvidia
+numbers = iter(range(100))
+def loaded(capability=(9, 0), type="cuda", wish=None, hip=None):
+    environment = {} if wish is None else {"UNICLIP_TRITON": wish}
+    with mock.patch.dict(os.environ, environment), mock.patch("torch.version.hip", hip):
+        with as_nvidia(capability, Device(type, next(numbers))):
+            leaf = torch.full((8,), 3.0)
+            uc.clip_([leaf], uc.by_global_norm(1.0))
+    assert abs(float(leaf.norm()) - 1) < 1e-6
+    return "triton" in sys.modules
+assert not loaded((6, 1))  # Pascal
+assert not loaded((9, 4), hip="6.4")  # AMD
+assert not loaded(type="xpu")
+assert not loaded(type="mps", wish="1")
+assert not loaded(wish="0")
+with mock.patch("importlib.util.find_spec", lambda name: None):  # Windows
+    assert not loaded()
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    assert loaded((7, 0))  # and there is no GPU to compile for
+    assert loaded((7, 5))
+    assert loaded((9, 4), hip="6.4", wish="1")
+assert [str(x.message)[:48] for x in seen] == ["uniclip's Triton kernels cannot be used on Devic"], seen
+assert "UNICLIP_TRITON=0" in str(seen[0].message)
+"""
+    )
+
+
+def test_untested_version() -> None:
+    """A version of Triton that was not tested is used only if it is asked for."""
+    run(
+        """
+import os, torch, uniclip as uc
+os.environ["TRITON_CACHE_DIR"] = "/dev/null/none"
+import triton
+from kit.devices import Device, as_nvidia
+triton.__version__ = "99.0.0"
+with as_nvidia((9, 0), Device()):
+    leaf = torch.full((8,), 3.0)
+    uc.clip_([leaf], uc.by_global_norm(1.0))  # does not even try, and so does not warn
+assert abs(float(leaf.norm()) - 1) < 1e-6
+"""
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["by_global_norm", "by_norm", "agc"])
+def test_no_compiler(name: str, dtype: str) -> None:
+    """If the last kernel of a step cannot be compiled, nothing is written but by PyTorch itself."""
+    run(
+        f"""
+import warnings, torch, uniclip as uc
+import triton.runtime.interpreter as interpreter
+from kit.devices import elsewhere
+compile = interpreter.InterpretedFunction.run
+def fail(kernel, *args, grid, warmup, **options):
+    if warmup and "scale" in kernel.fn.__name__ and options["DTYPE"].name == {dtype!r}:
+        raise RuntimeError("Failed to find C compiler")
+    return compile(kernel, *args, grid=grid, warmup=warmup, **options)
+interpreter.InterpretedFunction.run = fail
+started = []
+start = interpreter.GridExecutor.__call__
+def note(kernel, *args, **options):
+    started.append(kernel.fn.__name__)
+    return start(kernel, *args, **options)
+interpreter.GridExecutor.__call__ = note
+def make():
+    return [torch.full((7, 4), 3.0), torch.full((7, 5), 3.0, dtype=torch.bfloat16)]
+rule = uc.{name}(0.5)
+params = {{"params": make()}} if rule.limit.needs else {{}}
+expected, _ = uc.clip(make(), rule, **params)
+with warnings.catch_warnings(record=True) as seen, elsewhere():
+    warnings.simplefilter("always", UserWarning)
+    for _ in range(3):
+        leaves = make()
+        uc.clip_(leaves, rule, **params)
+assert len([x for x in seen if "Failed to find C compiler" in str(x.message)]) == 1, seen
+assert not [kernel for kernel in started if "scale" in kernel], started
+for leaf, wanted in zip(leaves, expected):
+    torch.testing.assert_close(leaf, wanted)
+""",
+        TRITON_INTERPRET="1",
+        UNICLIP_TRITON="1",
+    )
 
 
 def test_compiled() -> None:
-    """All kernels compile, from Turing to Blackwell, and load 16 bytes at a time where they can."""
-    script = Path(__file__).parent / "kit" / "compiled.py"
-    subprocess.run([sys.executable, str(script), "75", "80", "90", "100"], check=True, timeout=300)
+    """All kernels compile, from Turing to Blackwell, and load 16 bytes at a time."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = HERE / "kit" / "compiled.py"
+    subprocess.run(
+        [sys.executable, str(script), "75", "80", "90", "100"],
+        check=True,
+        timeout=600,
+        env=environment,
+    )

@@ -14,7 +14,7 @@ from uniclip._core.step import decide, first_state
 from uniclip._core.tree import Flat, open_tree
 from uniclip._errors import Origin, Printed, attributes_of, check, flag, held_by, one_of, settle
 from uniclip._types import NonFinite, Number, Step, T
-from uniclip.curves import Curve, hard
+from uniclip.curves import Curve, hard, rejects
 from uniclip.limits import Constant, Limit, NoState, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
@@ -64,6 +64,8 @@ class Choices(Printed):
     """Whether it has to know that a step is finite."""
     zeroes: ClassVar[bool]
     """Whether factors of 0 make zeros of NaN and ∞, too."""
+    elementwise_curve: ClassVar[bool]
+    """Whether its curve is one of uniclip's that takes norms in any shape, and drops none."""
     by_shape: ClassVar[bool]
     """Whether its norms depend on more of a leaf than its kind and its place."""
     tells_apart: ClassVar[list[bool]]
@@ -131,6 +133,8 @@ class Choices(Printed):
             ),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
+            elementwise_curve=getattr(self.curve, "__module__", "") == hard.__module__
+            and not rejects(self.curve),
             by_shape=scope.axes is not None
             or scope.label not in {None, everything}
             or bool(self.norm.size_power)

@@ -1,72 +1,86 @@
-"""Compile the kernels of Triton for GPUs of NVIDIA, which takes no GPU: run as a script,
-without the interpreter.
+"""Compile the Triton kernels for NVIDIA GPUs, which takes no GPU. Run as a script, without Triton's
+interpreter: ``python tests/kit/compiled.py 75 80`` for compute capabilities 7.5 and 8.0.
 """
 
 from __future__ import annotations
 
 import sys
-from itertools import product
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from uniclip.backends.torch import triton as kernels
 
-KINDS = {
+TYPES = {
     "table": "*i64",
+    "norms": "*i64",
     "addresses": "*i64",
-    "groups": "*i64",
+    "partial_sums": "*fp64",
     "sums": "*fp64",
     "factors": "*fp32",
-    "others": "i32",
+    "factor_and_norm": "*fp32",
+    "to_outputs": "i32",
     "count": "i32",
     "low": "fp32",
     "high": "fp32",
     "limit": "fp32",
 }
+"""The types of arguments; none is specialized to its value."""
 
 
-def compiled(name: str, capability: int, out: str = "*fp64", **constants: Any) -> str:
-    """Return the code of a kernel for GPUs of a compute capability."""
-    function = getattr(kernels, name)
-    warps = constants.pop("num_warps")
-    kinds = {
-        key: "constexpr" if key in constants else (KINDS | {"out": out})[key]
-        for key in function.arg_names
+def compiled(kernel: Any, capability: int, parameters: dict[str, Any], **types: Any) -> str:
+    """Return the PTX of a kernel for GPUs of a compute capability."""
+    constants = {key: value for key, value in parameters.items() if key != "num_warps"}
+    signature = {
+        name: "constexpr" if name in constants else (TYPES | types)[name]
+        for name in kernel.arg_names
     }
-    aligned = {
-        (n,): [["tt.divisibility", 16]]
-        for n, kind in enumerate(kinds.values())
-        if kind.startswith("*")
-    }
-    held = {(function.arg_names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(fn=function, signature=kinds, constexprs=held, attrs=aligned)
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     made = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}
+        ASTSource(fn=kernel, signature=signature, constexprs=places),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": parameters["num_warps"]},
     )
     return str(made.asm["ptx"])
 
 
+def check_vectors(ptx: str, dtype: Any, *, stores: bool) -> None:
+    """Require that 16 bytes are loaded, and stored, at a time."""
+    # Four registers of 32 bits, or two of 64; narrower numbers are packed into these.
+    width = "v2.b64" if dtype.primitive_bitwidth == 64 else "v4.b32"
+    loads = [line for line in ptx.splitlines() if "ld.global" in line and width in line]
+    assert loads, (dtype, "loads")
+    written = [line for line in ptx.splitlines() if "st.global" in line and width in line]
+    assert written or not stores, (dtype, "stores")
+
+
+def main(capability: int) -> None:
+    """Compile all kernels for a capability, and look for their vector loads."""
+    for dtype in kernels.DTYPES.values():
+        of_dtype = {"DTYPE": dtype}
+        chunks = of_dtype | kernels.SUM_PARAMETERS
+        rows = of_dtype | kernels.ROWS_PARAMETERS
+        check_vectors(compiled(kernels.sum_chunks, capability, chunks), dtype, stores=False)
+        check_vectors(compiled(kernels.sum_rows, capability, rows), dtype, stores=False)
+
+        chunks = of_dtype | kernels.SCALE_PARAMETERS
+        check_vectors(compiled(kernels.bound_chunks, capability, chunks), dtype, stores=True)
+        for zero in (True, False):
+            for factors in ("*fp32", "*fp64"):
+                for kernel, parameters in (
+                    (kernels.scale_chunks, chunks | {"ZERO": zero}),
+                    (kernels.scale_rows, rows | {"ZERO": zero}),
+                ):
+                    ptx = compiled(kernel, capability, parameters, factors=factors)
+                    check_vectors(ptx, dtype, stores=True)
+
+    compiled(kernels.join_sums, capability, kernels.JOIN_PARAMETERS)
+    # An approximate division is not 1 within the limit.
+    assert "div.rn.f32" in compiled(kernels.find_factor, capability, kernels.NORM_PARAMETERS)
+
+
 if __name__ == "__main__":
-    for kind, capability in product(
-        (tl.float32, tl.bfloat16, tl.float16, tl.float64), map(int, sys.argv[1:])
-    ):
-        for aligned in (True, False):
-            held = {"KIND": kind, "ALIGNED": aligned}
-            codes = [compiled("_add_squares", capability, **held, **kernels._SUMS)]
-            codes += [
-                compiled("_change", capability, HOW=how, **held, **kernels._PRODUCTS)
-                for how in (0, 1)
-            ]
-            wide = "v2" if kind is tl.float64 else "v4"  # 16 bytes
-            assert all([(wide in code) == aligned for code in codes]), (kind, aligned)
-        compiled("_change", capability, HOW=2, KIND=kind, ALIGNED=True, **kernels._PRODUCTS)
-        compiled("_add_squares_of_rows", capability, KIND=kind, **kernels._TILE)
-        for how in (0, 1):
-            compiled("_change_rows", capability, HOW=how, KIND=kind, **kernels._TILE)
-    for capability in map(int, sys.argv[1:]):
-        compiled("_join", capability, **kernels._JOIN)
-        assert "div.rn.f32" in compiled("_limit", capability, "*fp32", **kernels._ALL)
+    for argument in sys.argv[1:]:
+        main(int(argument))

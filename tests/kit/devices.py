@@ -4,6 +4,7 @@ where no host may read them without waiting.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -71,10 +72,31 @@ def by_numpy(kind: type) -> Iterator[None]:
 
 
 @contextmanager
+def elsewhere(device: Device = Device()) -> Iterator[None]:  # noqa: B008 - it never changes
+    """Let every tensor of PyTorch say that it is on an accelerator, and refuse reads by the host."""
+    import torch
+
+    move = torch.Tensor.to
+    stay = lambda x, *args, **options: (
+        x if any(isinstance(arg, Device) for arg in args) else move(x, *args, **options)
+    )
+    where = {
+        "device": property(lambda tensor: device),
+        "is_cpu": property(lambda tensor: False),
+        "to": stay,
+    }
+    with patched(torch.Tensor, **where, **dict.fromkeys(READS, refuse)):
+        yield
+
+
+@contextmanager
 def on_torch() -> Iterator[None]:
-    """Let every tensor say that it is on an accelerator, where the host reads none."""
+    """Let every tensor say that it is on an accelerator, where the host reads none.
+
+    Triton's kernels are left out: there is no accelerator.
+    """
     # which notes the attributes of tensors when it is imported, and not those patched here
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoReads(TorchDispatchMode):
@@ -87,16 +109,30 @@ def on_torch() -> Iterator[None]:
                 *args, **(kwargs or {})
             )
 
-    move = torch.Tensor.to
-    stay = lambda x, *args, **options: (
-        x if any(isinstance(arg, Device) for arg in args) else move(x, *args, **options)
-    )
-    where = {
-        "device": property(lambda tensor: Device()),
-        "is_cpu": property(lambda tensor: False),
-        "to": stay,
+    with mock.patch.dict(os.environ, UNICLIP_TRITON="0"), elsewhere(), NoReads():
+        yield
+
+
+@contextmanager
+def as_nvidia(capability: tuple[int, int], device: Device) -> Iterator[None]:
+    """Let tensors say that they are on a GPU of NVIDIA, as far as PyTorch without CUDA can.
+
+    Nothing can be compiled for it.
+    """
+    import torch
+
+    cuda = {
+        "_cuda_getCurrentRawStream": lambda index: 0,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_getDevice": lambda: device.index,
     }
-    with patched(torch.Tensor, **where, **dict.fromkeys(READS, refuse)), NoReads():
+    with (
+        patched(torch.cuda, get_device_capability=lambda of: capability, Event=mock.MagicMock),
+        patched(torch._C, **cuda),
+        patched(torch.Tensor, pin_memory=lambda tensor: tensor),
+        mock.patch("torch.empty", lambda *size, pin_memory=False, **options: torch.zeros(*size)),
+        elsewhere(device),
+    ):
         yield
 
 

@@ -88,7 +88,7 @@ def measure(inputs: Inputs, given: Opened) -> Measured:
         norms, joined = norms_of(plan, trees, rule.norm, packet)
         sizes = plan.sizes
         if joined.sizes is not None:
-            sizes = divisors_of(plan, joined.sizes, power)
+            sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
             plan.sizes = None if math_.compiled or joins is not None else sizes
         if sizes is not None and power:
             norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
@@ -207,7 +207,7 @@ def norms_of(
         totals, packet = _join_sums(plan, trees, 2, None, packet)
         in_range = _are_in_range(plan, totals)
         norms = plan.math.choose(in_range, lambda: roots(totals), lambda: in_units(Packet())[0])
-    count = len(plan.blocks)
+    count = len(plan.norm_blocks)
     return [norms[number * count : (number + 1) * count] for number in range(len(trees))], packet
 
 
@@ -254,13 +254,15 @@ def _join_sums(
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree,
     and the packet, joined.
     """
-    by = [None] * len(trees) if units is None else in_groups(units, [len(plan.blocks)] * len(trees))
+    count = len(plan.norm_blocks)
+    by = [None] * len(trees) if units is None else in_groups(units, [count] * len(trees))
     terms = [_terms(plan, tree, p, of_tree) for tree, of_tree in zip(trees, by, strict=True)]
     if plan.joins is not None:
         return plan.joins.rows(trees, terms, packet)
-    return [
-        row for tree, added in zip(trees, terms, strict=True) for row in plan.math.sums(tree, added)
-    ], packet
+    rows = []
+    for tree, added in zip(trees, terms, strict=True):
+        rows += plan.join_blocks(plan.math.sums(tree, added))
+    return rows, packet
 
 
 def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> Terms:
@@ -269,7 +271,8 @@ def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> T
     arrays = [held[number] for number in plan.order]
     axes = plan.along and [plan.along[number] for number in plan.order]
     if units is not None:
-        rows = [row for unit in units for row in plan.math.backend.unstack(unit)]
+        blocks = plan.split_blocks(units)
+        rows = [row for unit in blocks for row in plan.math.backend.unstack(unit)]
         each = [row for row, count in zip(rows, plan.counts, strict=True) for _ in range(count)]
         every = zip(each, arrays, axes or [None] * len(arrays), strict=True)
         units = [spread(plan.math.library, *arguments) for arguments in every]

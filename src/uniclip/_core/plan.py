@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from uniclip._errors import check, short, stable
 from uniclip._types import Path
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes
+from uniclip.backends.base import LIBRARY, TRACED, Axes
 from uniclip.scopes import Scope, everything
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _KEPT = 64
 """The number of plans that a rule keeps."""
 _STACKED = 2**16
 """The largest number of norms with kept axes that are stacked into one array."""
+_ENTRIES_OF_NORM = 8
+"""How many entries each norm must have on average for all norms to be copied into one vector."""
 
 
 class Block(NamedTuple):
@@ -108,6 +111,8 @@ class Plan:
         """The numbers of entries of its norms, and what these are divided by,
         once a step has counted them.
         """
+        self.shapes = self._shapes(rule, given)
+        """The shapes of the blocks, if their norms are one vector between sums and products."""
         # Parts without a reduction are refused.
         if join is None and self.math.compiled and scope.axes is None:
             present = kinds.present
@@ -193,6 +198,74 @@ class Plan:
             )
             for labels in alike.values()
         ]
+
+    def _shapes(self, rule: Choices, given: Opened) -> list[tuple[int, ...]] | None:
+        """Return the shape of each block if all norms can be one vector, else ``None``.
+
+        An accelerator then runs each operation on norms once, not for each block. Its host would
+        otherwise start hundreds of kernels for the rows of a large model.
+        """
+        if self.math.mode != LIBRARY or len(self.blocks) < 2 or self.joins is not None:
+            return None
+        if not (rule.limit.elementwise and rule.elementwise_curve) or rule.memory:
+            return None
+        if any([len(group) != 1 for block in self.blocks for group in block.groups]):
+            return None
+
+        arrays = [given.arrays[number] for number in self.order]
+        devices = {given.backend.device(array) for array in arrays}
+        if len(devices) > 1 or not all([given.backend.stacks(array) for array in arrays]):
+            return None
+        shapes = []
+        for block in self.blocks:
+            [number] = block.groups[0]
+            covered = self.axes[number]
+            lengths = given.arrays[number].shape if covered is not None else ()
+            kept = [length for axis, length in enumerate(lengths) if axis not in (covered or ())]
+            shapes.append((len(block.groups), *kept))
+        norms = sum(map(math.prod, shapes))
+        entries = sum([math.prod(array.shape) for array in arrays])
+        # Norms of single entries would take as much memory as the gradients.
+        return shapes if norms * _ENTRIES_OF_NORM <= entries else None
+
+    @property
+    def norm_blocks(self) -> list[Block]:
+        """The blocks of norms between sums and products."""
+        if self.shapes is None:
+            return self.blocks
+        groups = [group for block in self.blocks for group in block.groups]
+        return [Block(tuple(groups), tuple([n for block in self.blocks for n in block.labels]))]
+
+    def join_blocks(self, blocks: Sequence[Any]) -> list[Any]:
+        """Return an array for each block of norms as one vector of all, where that is wanted."""
+        if self.shapes is None:
+            return list(blocks)
+        xp = np if isinstance(blocks[0], np.ndarray) else self.math.xp
+        vectors = []
+        for block, shape in zip(blocks, self.shapes, strict=True):
+            # Sizes have one entry for all norms of a leaf.
+            full = block if tuple(block.shape) == shape else xp.broadcast_to(block, shape)
+            vectors.append(xp.reshape(full, (-1,)))
+        return [np.concatenate(vectors) if xp is np else xp.concat(vectors)]
+
+    def split_blocks(self, blocks: Sequence[Any]) -> list[Any]:
+        """Return an array for each block; those of `join_blocks`, or numbers, in its place."""
+        if self.shapes is None:
+            return list(blocks)
+        [vector] = blocks
+        if not getattr(vector, "shape", ()) or vector.shape[0] == 1:
+            return [vector] * len(self.blocks)
+        ends = list(accumulate(map(math.prod, self.shapes)))
+        return [
+            self.math.xp.reshape(vector[end - math.prod(shape) : end], shape)
+            for end, shape in zip(ends, self.shapes, strict=True)
+        ]
+
+    def with_blocks_apart(self) -> Plan:
+        """Return the plan for a limit that has the shape of the norms of a leaf."""
+        plan = copy.copy(self)
+        plan.shapes = None
+        return plan
 
     def _kept_axes(self, given: Opened, group: Sequence[int]) -> int | None:
         """Return the number of kept axes of the norm of a group, ``None`` if unknown."""

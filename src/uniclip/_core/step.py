@@ -150,6 +150,8 @@ def decide_generally(
         ]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
+    if plan.shapes is not None and getattr(constant, "shape", ()):
+        plan = plan.with_blocks_apart()
     with kinds.backend.quiet(given.first):
         # Now it is known how many there are.
         if plan.joins is not None and plan.joins.compare(rule):
@@ -208,6 +210,8 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
+    norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
+    thresholds = thresholds and plan.split_blocks(thresholds)
     values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
     return Decision(rule, given, plan, values, new)
 
@@ -306,7 +310,9 @@ def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list
     columns = [values or unknown for values in (measured.params, measured.sizes, measured.present)]
     rows = [
         Rows(n, block.labels, of_params, size, block.absent if present is None else (), present)
-        for n, of_params, size, present, block in zip(norms, *columns, plan.blocks, strict=True)
+        for n, of_params, size, present, block in zip(
+            norms, *columns, plan.norm_blocks, strict=True
+        )
     ]
     needs, apart = inputs.rule.limit.needs, plan.joins is not None and plan.joins.divided
     return [

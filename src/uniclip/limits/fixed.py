@@ -50,6 +50,11 @@ class Constant(BuiltIn):
         """Validate the limit."""
         settle(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
 
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Whether it is one number, and so the same for norms of any shape."""
+        return not getattr(self.value, "shape", ())
+
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Return the value, the same for every norm."""
         return self.value, state
@@ -130,6 +135,11 @@ class Relative(BuiltIn):
         wanted = "an array, one number for each norm"
         check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
 
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Whether no counts have the shape of the norms."""
+        return self.counts is None
+
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Return limits relative to the parameters."""
         xp, w = context.xp, context.params
@@ -173,6 +183,7 @@ class TrustRatio(BuiltIn):
     weight_decay: float
 
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse negative values."""

@@ -45,11 +45,11 @@ from uniclip.backends.torch.fast_path import (
     bound,
     by_dtype,
     in_order,
-    kernels_on,
     lane,
     move,
     norm_of,
 )
+from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import (
     at_home,
     in_forward_mode,

@@ -15,7 +15,6 @@ tensor of half precision.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any
@@ -27,6 +26,7 @@ from torch.linalg import vector_norm
 
 from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, Lane, fill_places, numbers_in_lane
 from uniclip.backends.numpy import all_zero
+from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import in_forward_mode, tracing
 
 _FLOAT32, _STRIDED, _CPU = torch.float32, torch.strided, torch.device("cpu")
@@ -45,26 +45,6 @@ _FEW = 256
 """How many numbers a CUDA graph gets from the host, each by a kernel of its own."""
 _PARAMETERS = {torch.nn.Parameter}
 _SINGLE = {_FLOAT32, *_HALVES}
-KERNELS: dict[str, Any] = {}
-"""The module `uniclip.backends.torch.triton`, or ``None``, by kind of device."""
-
-
-def kernels_on(device: torch.device) -> Any:
-    """Return the kernels that take many tensors of a device, ``None`` if there are none."""
-    if device.type not in KERNELS:
-        KERNELS[device.type] = _load_kernels() if device.type in _ACCELERATORS else None
-    return KERNELS[device.type]
-
-
-def _load_kernels() -> Any:
-    """Return the module of kernels, ``None`` without Triton, or where the user wants none."""
-    if os.environ.get("UNICLIP_TRITON") == "0":
-        return None
-    try:
-        from uniclip.backends.torch import triton
-    except ImportError:
-        return None
-    return triton
 
 
 def gradients_of(params: list[Any]) -> list[Any] | None:

@@ -1,702 +1,950 @@
 # SPDX-License-Identifier: MIT
-"""Many tensors in one kernel each, by Triton: sums of squares, norm and factor, products, bounds.
+"""Triton kernels that measure and change many tensors in one launch.
 
-PyTorch's own functions of lists take many launches, and one for each tensor as soon as dtypes
-differ. Here a launch takes all tensors of a dtype: a table says which stretch of which tensor each
-program reads, and a list of addresses where the tensors are. Sums are float64 in a fixed order, so
-that no square is out of range and bits are the same at each run; a product by 1 in place writes
-nothing.
+PyTorch's functions of lists start many kernels, and one for each tensor if dtypes differ. Here one
+launch takes all tensors of a dtype. The host makes a *work table* with one row of integers for each
+program (CUDA: thread block), which says what stretch of what tensor the program takes, and an array
+of the tensors' addresses. A kernel reads its row, follows the address, and works.
 
-Addresses go to the device in pinned memory, without a wait. What a CUDA graph captures stays:
-tables are kept for good, addresses are copied again at each replay from memory that is written
-once. Nothing is uploaded first in a capture, so that a step needs a run before it, as Triton needs
-to compile; else the caller goes its other way.
+Read it in this order:
+
+1. **Kernels.** Sums of squares (of chunks of tensors, of short rows), norm and factor, products,
+   bounds. Sums are float64 and in a fixed order: no square is out of range, and the same input has
+   the same bits. Nothing is written where nothing changes: a product by 1 in place returns before it
+   reads its tensor.
+2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory. Both
+   are sent to the device without a wait, and cached.
+3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
+   that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
+   PyTorch's own functions.
+4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for tensors
+   that it does not take, before anything is written.
+
+CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
+is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
+
+`uniclip.backends.torch.kernels` decides where this module is used.
 """
 
-# Without `annotations` from __future__: Triton reads them.
-import os
+# No `from __future__ import annotations`: Triton reads the annotations of kernels.
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
-from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.graph import increment_version
+from triton.errors import TritonError
 
 from uniclip.backends.base import Products, Terms, in_groups, stack_terms
 from uniclip.backends.torch.fast_path import in_order
+from uniclip.backends.torch.kernels import give_up
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether the kernels run on the CPU, for tests."""
-_CHUNK = 2**14
-"""How many entries a program takes."""
-_SUMS = {"CHUNK": _CHUNK, "BLOCK": 4096, "num_warps": 16}
-_PRODUCTS = {"CHUNK": _CHUNK, "BLOCK": 4096, "num_warps": 16}
-ALIGNS = True
-"""Whether 16 bytes are loaded at a time where all addresses allow it."""
-_JOIN = {"BLOCK": 1024, "num_warps": 4}
-_ALL = {"BLOCK": 8192, "num_warps": 16}
-_TILE = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
-_NARROW = 2**13
-"""Rows of up to so many entries are measured several by a program."""
-_ENTRIES = 2**20
-"""Up to so many entries of a vector are rows of one entry: it is a bias beside matrices."""
-_FIELDS = tl.constexpr(5)
-"""The length of a row of a table: tensor, start, stop, place of the sum, number of the norm;
-or of a tile: tensor, first row, number of rows, their length, number of the first norm."""
-_PRODUCT, _ZERO, _BOUND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""How entries are changed: multiplied, multiplied where the product by 0 is 0,
-brought between bounds.
-"""
-_KEPT = 64
-"""How many tables, and how many lists of addresses, are remembered."""
-_RESERVE = 2**16
-"""How many addresses captured graphs may have before memory is reserved again."""
-KINDS = {
+DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float64: tl.float64,
 }
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""The dtypes of tensors that the kernels take."""
+
+# Launch parameters, tuned on an H200. A CHUNK is what one program takes, a BLOCK what it takes at once.
+CHUNK = 2**14
+SUM_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
+SCALE_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
+ROWS_PARAMETERS = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
+JOIN_PARAMETERS = {"BLOCK": 1024, "num_warps": 4}
+NORM_PARAMETERS = {"BLOCK": 8192, "num_warps": 16}
+
+_SHORT_ROW = 2**13
+"""Rows of up to so many entries are measured ``ROWS`` by a program, longer ones by chunks."""
+_LONG_VECTOR = 2**20
+"""Vectors of up to so many entries may be rows of one entry: biases beside matrices."""
+_CACHE_SIZE = 64
+"""How many work tables, and how many lists of addresses, are kept."""
+_RESERVED_ADDRESSES = 2**16
+"""For how many addresses memory is reserved, which graphs may be captured with."""
+
+# The columns of a work table. For chunks: entries START to STOP of a leaf.
+LEAF: tl.constexpr = tl.constexpr(0)  # the place of its address
+START: tl.constexpr = tl.constexpr(1)
+STOP: tl.constexpr = tl.constexpr(2)
+SUM: tl.constexpr = tl.constexpr(3)  # where the sum of squares goes
+NORM: tl.constexpr = tl.constexpr(4)  # which norm it is a part of; the place of its factor
+# For tiles: ROWS rows of a leaf that is HEIGHT rows of WIDTH entries, whose norms are in a row.
+FIRST_ROW: tl.constexpr = tl.constexpr(1)
+HEIGHT: tl.constexpr = tl.constexpr(2)
+WIDTH: tl.constexpr = tl.constexpr(3)
+FIRST_NORM: tl.constexpr = tl.constexpr(4)  # that of the leaf's row 0
+COLUMNS_OF_TABLE: tl.constexpr = tl.constexpr(5)
+
+# The columns of the table of norms: the partial sums FROM to UNTIL are those of norm number RESULT.
+FROM: tl.constexpr = tl.constexpr(0)
+UNTIL: tl.constexpr = tl.constexpr(1)
+RESULT: tl.constexpr = tl.constexpr(2)
+COLUMNS_OF_NORMS: tl.constexpr = tl.constexpr(3)
+
+
+# --- 1. Kernels.
 
 
 @triton.jit
-def _memory(addresses, leaf, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    array = tl.load(addresses + leaf).to(tl.pointer_type(KIND))
-    return tl.multiple_of(array, 16) if ALIGNED else array  # so that a thread loads 16 bytes
+def _row_of_program(table, COLUMNS: tl.constexpr):
+    # In int64, as all arithmetic of pointers: a table may have more than 2³¹ bytes.
+    return table + tl.program_id(0).to(tl.int64) * COLUMNS
 
 
 @triton.jit
-def _start(row, ALIGNED: tl.constexpr):
-    start = tl.load(row + 1)
-    return tl.multiple_of(start, 16) if ALIGNED else start
+def _address(addresses, leaf, start, DTYPE: tl.constexpr):
+    # The address of an entry, as an integer. Its alignment decides how the entries are loaded: a
+    # thread takes 16 bytes at a time if the compiler is told that a pointer is a multiple of 16.
+    return (tl.load(addresses + leaf).to(tl.pointer_type(DTYPE)) + start).to(tl.int64)
 
 
 @triton.jit
-def _sum_of_squares(
-    array, start, stop, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_chunk(chunk, length, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, CHUNK, BLOCK):
-        at = start + first + tl.arange(0, BLOCK)
-        x = (tl.load(array + at) if WHOLE else tl.load(array + at, mask=at < stop, other=0.0)).to(
-            tl.float64
-        )
-        total += x * x
+        at = first + tl.arange(0, BLOCK)
+        if FULL:
+            x = tl.load(chunk + at)
+        else:
+            x = tl.load(chunk + at, mask=at < length, other=0.0)
+        wide = x.to(tl.float64)
+        total += wide * wide
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _add_squares(
-    table,
-    addresses,
-    sums,
-    KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["table", "addresses", "partial_sums"])
+def sum_chunks(
+    table, addresses, partial_sums, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = table + tl.program_id(0).to(tl.int64) * _FIELDS
-    start, stop, place = _start(row, ALIGNED), tl.load(row + 2), tl.load(row + 3)
-    array = _memory(addresses, tl.load(row), KIND, ALIGNED)
-    if stop - start == CHUNK:
-        tl.store(sums + place, _sum_of_squares(array, start, stop, True, CHUNK, BLOCK))
+    """Store the sum of squares of each chunk."""
+    row = _row_of_program(table, COLUMNS_OF_TABLE)
+    start = tl.load(row + START)
+    length = tl.load(row + STOP) - start
+    address = _address(addresses, tl.load(row + LEAF), start, DTYPE)
+    chunk = address.to(tl.pointer_type(DTYPE))
+
+    if (length == CHUNK) & (address % 16 == 0):
+        total = _sum_chunk(tl.multiple_of(chunk, 16), length, True, CHUNK, BLOCK)
     else:
-        tl.store(sums + place, _sum_of_squares(array, start, stop, False, CHUNK, BLOCK))
+        total = _sum_chunk(chunk, length, False, CHUNK, BLOCK)
+    tl.store(partial_sums + tl.load(row + SUM), total)
 
 
 @triton.jit
-def _add_squares_of_rows(
-    table, addresses, out, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    tile = table + tl.program_id(0).to(tl.int64) * _FIELDS
-    array = _memory(addresses, tl.load(tile), KIND, False)
-    rows = tl.load(tile + 1) + tl.arange(0, ROWS)
-    height, width = tl.load(tile + 2), tl.load(tile + 3)
+def _sum_rows(leaf, rows, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     total = tl.zeros((ROWS, COLUMNS), tl.float64)
     for first in range(0, width, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        there = (rows[:, None] < height) & (columns[None, :] < width)
-        x = tl.load(array + rows[:, None] * width + columns[None, :], mask=there, other=0.0).to(
-            tl.float64
+        inside = (rows[:, None] < height) & (columns[None, :] < width)
+        x = tl.load(leaf + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        wide = x.to(tl.float64)
+        total += wide * wide
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=["table", "addresses", "sums"])
+def sum_rows(
+    table, addresses, sums, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store the sums of squares of some short rows."""
+    tile = _row_of_program(table, COLUMNS_OF_TABLE)
+    height = tl.load(tile + HEIGHT)
+    width = tl.load(tile + WIDTH)
+    rows = tl.load(tile + FIRST_ROW) + tl.arange(0, ROWS)
+    address = tl.load(addresses + tl.load(tile + LEAF))
+    leaf = address.to(tl.pointer_type(DTYPE))
+
+    if (width % 16 == 0) & (address % 16 == 0):
+        total = _sum_rows(
+            tl.multiple_of(leaf, 16), rows, height, tl.multiple_of(width, 16), ROWS, COLUMNS
         )
-        total += x * x
-    tl.store(out + tl.load(tile + 4) + rows, tl.sum(total, 1), mask=rows < height)
+    else:
+        total = _sum_rows(leaf, rows, height, width, ROWS, COLUMNS)
+    tl.store(sums + tl.load(tile + FIRST_NORM) + rows, total, mask=rows < height)
 
 
 @triton.jit
-def _total(sums, start, stop, BLOCK: tl.constexpr):
+def _add_up(partial_sums, first, last, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
-    for first in range(start, stop, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        total += tl.load(sums + at, mask=at < stop, other=0.0)
+    for start in range(first, last, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(partial_sums + at, mask=at < last, other=0.0)
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _join(groups, sums, out, BLOCK: tl.constexpr):
-    group = groups + tl.program_id(0).to(tl.int64) * 3
-    tl.store(out + tl.load(group + 2), _total(sums, tl.load(group), tl.load(group + 1), BLOCK))
+@triton.jit(do_not_specialize=["norms", "partial_sums", "sums"])
+def join_sums(norms, partial_sums, sums, BLOCK: tl.constexpr):
+    """Add up the partial sums of each norm."""
+    row = _row_of_program(norms, COLUMNS_OF_NORMS)
+    total = _add_up(partial_sums, tl.load(row + FROM), tl.load(row + UNTIL), BLOCK)
+    tl.store(sums + tl.load(row + RESULT), total)
 
 
-@triton.jit(do_not_specialize=["count", "limit"])
-def _limit(sums, count, limit, out, BLOCK: tl.constexpr):
-    norm = tl.sqrt(_total(sums, 0, count, BLOCK)).to(tl.float32)
-    factor = tl.div_rn(limit, tl.maximum(norm, limit))  # exactly 1 within the limit
-    tl.store(out, factor + (norm - norm))  # NaN if the norm is not finite
-    tl.store(out + 1, norm)
-
-
-@triton.jit
-def _changed(x, factor, low, high, HOW: tl.constexpr):
-    if HOW == _BOUND:
-        new = tl.where(x < low, low, tl.where(x > high, high, x))  # NaN stays
-    elif HOW == _ZERO:
-        new = tl.where(factor == 0, 0.0, x * factor)
-    else:
-        new = x * factor
-    return new
+@triton.jit(do_not_specialize=["partial_sums", "count", "limit", "factor_and_norm"])
+def find_factor(partial_sums, count, limit, factor_and_norm, BLOCK: tl.constexpr):
+    """Store the factor limit / max(norm, limit) and the norm of all partial sums."""
+    norm = tl.sqrt(_add_up(partial_sums, 0, count, BLOCK)).to(tl.float32)
+    # Rounded division, which is exactly 1 within the limit. A plain one is an approximation.
+    factor = tl.div_rn(limit, tl.maximum(norm, limit))
+    # NaN if the norm is not finite: max() may have dropped a NaN.
+    tl.store(factor_and_norm, factor + (norm - norm))
+    tl.store(factor_and_norm + 1, norm)
 
 
 @triton.jit
-def _change_stretch(
-    array, out, start, stop, factor, low, high, others, KIND: tl.constexpr, HOW: tl.constexpr,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def _multiply(x, factor, ZERO: tl.constexpr):
+    product = x * factor
+    if ZERO:  # also NaN · 0
+        product = tl.where(factor == 0, 0.0, product)
+    return product
+
+
+@triton.jit
+def _scale_chunk(
+    chunk, out, length, factor, ZERO: tl.constexpr, FULL: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     for first in range(0, CHUNK, BLOCK):
-        at = start + first + tl.arange(0, BLOCK)
-        x = tl.load(array + at) if WHOLE else tl.load(array + at, mask=at < stop, other=0.0)
-        x = x.to(factor.dtype)
-        new = _changed(x, factor, low, high, HOW).to(KIND)
-        if HOW == _BOUND:  # few are outside
-            tl.store(out + at, new, mask=(at < stop) & ((x < low) | (x > high) | (others > 0)))
-        elif WHOLE:
-            tl.store(out + at, new)
+        at = first + tl.arange(0, BLOCK)
+        if FULL:
+            x = tl.load(chunk + at).to(factor.dtype)
+            tl.store(out + at, _multiply(x, factor, ZERO).to(out.dtype.element_ty))
         else:
-            tl.store(out + at, new, mask=at < stop)
+            x = tl.load(chunk + at, mask=at < length, other=0.0).to(factor.dtype)
+            new = _multiply(x, factor, ZERO).to(out.dtype.element_ty)
+            tl.store(out + at, new, mask=at < length)
 
 
-@triton.jit(do_not_specialize=["others", "low", "high"])
-def _change(
-    table, addresses, others, factors, low, high, KIND: tl.constexpr, HOW: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["table", "addresses", "to_outputs", "factors"])
+def scale_chunks(
+    table, addresses, to_outputs, factors, DTYPE: tl.constexpr, ZERO: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = table + tl.program_id(0).to(tl.int64) * _FIELDS
-    wide: tl.constexpr = tl.float64 if KIND == tl.float64 else tl.float32  # noqa: SIM300 - no constant to Python
-    factor = tl.load(factors + tl.load(row + 4)).to(wide)
-    if (factor != 1) | (others > 0) | (HOW == _BOUND):  # NaN is not 1
-        leaf, start, stop = tl.load(row), _start(row, ALIGNED), tl.load(row + 2)
-        array, out = (
-            _memory(addresses, leaf, KIND, ALIGNED),
-            _memory(addresses + others, leaf, KIND, ALIGNED),
-        )
-        if stop - start == CHUNK:
-            _change_stretch(
-                array, out, start, stop, factor, low, high, others, KIND, HOW, True, CHUNK, BLOCK
-            )
-        else:
-            _change_stretch(
-                array, out, start, stop, factor, low, high, others, KIND, HOW, False, CHUNK, BLOCK
-            )
+    """Multiply chunks by the factors of their norms.
 
-
-@triton.jit(do_not_specialize=["others"])
-def _change_rows(
-    table, addresses, others, factors,
-    KIND: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    tile = table + tl.program_id(0).to(tl.int64) * _FIELDS
-    rows, height = tl.load(tile + 1) + tl.arange(0, ROWS), tl.load(tile + 2)
-    wide: tl.constexpr = tl.float64 if KIND == tl.float64 else tl.float32  # noqa: SIM300 - no constant to Python
-    factor = tl.load(factors + tl.load(tile + 4) + rows, mask=rows < height, other=1.0).to(wide)
-    if (tl.min((factor == 1).to(tl.int32), 0) == 0) | (others > 0):
-        leaf, width = tl.load(tile), tl.load(tile + 3)
-        array, out = (
-            _memory(addresses, leaf, KIND, False),
-            _memory(addresses + others, leaf, KIND, False),
-        )
-        for first in range(0, width, COLUMNS):
-            columns = first + tl.arange(0, COLUMNS)
-            there = (rows[:, None] < height) & (columns[None, :] < width)
-            at = rows[:, None] * width + columns[None, :]
-            x = tl.load(array + at, mask=there, other=0.0).to(wide)
-            tl.store(out + at, _changed(x, factor[:, None], 0.0, 0.0, HOW).to(KIND), mask=there)
-
-
-class Table(NamedTuple):
-    """Which stretches of tensors programs take, on the device."""
-
-    chunks: list[tuple[Any, int, torch.dtype]]
-    """Rows for programs, how many, and of which dtype:
-    of stretches of whole tensors and of long rows.
+    The address of an output is ``to_outputs`` behind that of its tensor; 0 stands for in place.
     """
-    tiles: list[tuple[Any, int, torch.dtype]]
-    """The same of short rows."""
-    groups: Any
-    """The first and the last place of the sums of each norm, and its number."""
-    group_count: int
-    sums: int
-    """How many sums the chunks have."""
-    single: bool
-    """Whether each sum is that of a norm, in their order."""
-    aligned: bool
-    """Whether all chunks start at a multiple of 16."""
+    row = _row_of_program(table, COLUMNS_OF_TABLE)
+    # Products of numbers up to float32 are computed in float32.
+    wide: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32  # noqa: SIM300
+    factor = tl.load(factors + tl.load(row + NORM)).to(wide)
+    if (factor != 1) | (to_outputs > 0):  # NaN is not 1
+        start = tl.load(row + START)
+        length = tl.load(row + STOP) - start
+        leaf = tl.load(row + LEAF)
+        address = _address(addresses, leaf, start, DTYPE)
+        out_address = _address(addresses + to_outputs, leaf, start, DTYPE)
+        chunk = address.to(tl.pointer_type(DTYPE))
+        out = out_address.to(tl.pointer_type(DTYPE))
 
-    def tensors(self) -> list[Any]:
-        """Return what is on the device."""
-        return [self.groups, *[rows for rows, *_ in (*self.chunks, *self.tiles)]]
+        if (length == CHUNK) & ((address | out_address) % 16 == 0):
+            chunk = tl.multiple_of(chunk, 16)
+            out = tl.multiple_of(out, 16)
+            _scale_chunk(chunk, out, length, factor, ZERO, True, CHUNK, BLOCK)
+        else:
+            _scale_chunk(chunk, out, length, factor, ZERO, False, CHUNK, BLOCK)
 
 
-_tables: dict[Any, tuple[Table, int, Any]] = {}
+@triton.jit
+def _scale_rows(
+    leaf, out, rows, height, width, factor,
+    ZERO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    for first in range(0, width, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < height) & (columns[None, :] < width)
+        at = rows[:, None] * width + columns[None, :]
+        x = tl.load(leaf + at, mask=inside, other=0.0).to(factor.dtype)
+        new = _multiply(x, factor[:, None], ZERO).to(out.dtype.element_ty)
+        tl.store(out + at, new, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table", "addresses", "to_outputs", "factors"])
+def scale_rows(
+    table, addresses, to_outputs, factors, DTYPE: tl.constexpr, ZERO: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply short rows by their factors; see `scale_chunks`."""
+    tile = _row_of_program(table, COLUMNS_OF_TABLE)
+    height = tl.load(tile + HEIGHT)
+    rows = tl.load(tile + FIRST_ROW) + tl.arange(0, ROWS)
+    wide: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32  # noqa: SIM300
+    first_factor = factors + tl.load(tile + FIRST_NORM)
+    factor = tl.load(first_factor + rows, mask=rows < height, other=1.0).to(wide)
+    changed = tl.max((factor != 1).to(tl.int32), 0)
+    if (changed > 0) | (to_outputs > 0):
+        leaf_number = tl.load(tile + LEAF)
+        width = tl.load(tile + WIDTH)
+        address = tl.load(addresses + leaf_number)
+        out_address = tl.load(addresses + to_outputs + leaf_number)
+        leaf = address.to(tl.pointer_type(DTYPE))
+        out = out_address.to(tl.pointer_type(DTYPE))
+
+        if (width % 16 == 0) & ((address | out_address) % 16 == 0):
+            leaf = tl.multiple_of(leaf, 16)
+            out = tl.multiple_of(out, 16)
+            width = tl.multiple_of(width, 16)
+            _scale_rows(leaf, out, rows, height, width, factor, ZERO, ROWS, COLUMNS)
+        else:
+            _scale_rows(leaf, out, rows, height, width, factor, ZERO, ROWS, COLUMNS)
+
+
+@triton.jit
+def _count_outside(
+    chunk, length, low, high, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    outside = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, CHUNK, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        if FULL:
+            x = tl.load(chunk + at).to(tl.float32)
+            outside += ((x < low) | (x > high)).to(tl.int32)
+        else:
+            inside = at < length
+            x = tl.load(chunk + at, mask=inside, other=0.0).to(tl.float32)
+            outside += (inside & ((x < low) | (x > high))).to(tl.int32)
+    return tl.sum(outside, 0)
+
+
+@triton.jit
+def _bound_chunk(
+    chunk, out, length, low, high, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    for first in range(0, CHUNK, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        if FULL:
+            x = tl.load(chunk + at).to(tl.float32)
+            new = tl.where(x < low, low, tl.where(x > high, high, x))  # NaN stays
+            tl.store(out + at, new.to(out.dtype.element_ty))
+        else:
+            inside = at < length
+            x = tl.load(chunk + at, mask=inside, other=0.0).to(tl.float32)
+            new = tl.where(x < low, low, tl.where(x > high, high, x))
+            tl.store(out + at, new.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table", "addresses", "to_outputs", "low", "high"])
+def bound_chunks(
+    table, addresses, to_outputs, low, high, DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring the entries of chunks between two numbers; see `scale_chunks`.
+
+    In place a chunk is read first, and written as a whole if an entry is outside. To store single
+    entries takes longer: 2 bytes at a time in half precision.
+    """
+    row = _row_of_program(table, COLUMNS_OF_TABLE)
+    start = tl.load(row + START)
+    length = tl.load(row + STOP) - start
+    leaf = tl.load(row + LEAF)
+    address = _address(addresses, leaf, start, DTYPE)
+    out_address = _address(addresses + to_outputs, leaf, start, DTYPE)
+    chunk = address.to(tl.pointer_type(DTYPE))
+    out = out_address.to(tl.pointer_type(DTYPE))
+
+    if (length == CHUNK) & ((address | out_address) % 16 == 0):
+        chunk = tl.multiple_of(chunk, 16)
+        out = tl.multiple_of(out, 16)
+        write = to_outputs > 0
+        if to_outputs == 0:
+            write = _count_outside(chunk, length, low, high, True, CHUNK, BLOCK) > 0
+        if write:
+            _bound_chunk(chunk, out, length, low, high, True, CHUNK, BLOCK)
+    else:
+        write = to_outputs > 0
+        if to_outputs == 0:
+            write = _count_outside(chunk, length, low, high, False, CHUNK, BLOCK) > 0
+        if write:
+            _bound_chunk(chunk, out, length, low, high, False, CHUNK, BLOCK)
+
+
+INTERPRETED = not isinstance(sum_chunks, triton.runtime.JITFunction)
+"""Whether Triton's interpreter runs the kernels, on the CPU: for tests."""
+
+
+# --- 2. Work tables and addresses.
+
+
+class Part(NamedTuple):
+    """The work on the tensors of one dtype by one kernel."""
+
+    dtype: torch.dtype
+    table: Any
+    """A row of integers for each program, on the device."""
+    programs: int
+
+
+class Work(NamedTuple):
+    """What programs do, for tensors of some shapes and dtypes. It is never changed."""
+
+    chunks: list[Part]
+    """Whole tensors and long rows, by chunks."""
+    tiles: list[Part]
+    """Short rows."""
+    norms: Any
+    """Which partial sums are those of each norm that has chunks, on the device."""
+    norm_count: int
+    sum_count: int
+    """How many partial sums the chunks have."""
+    one_chunk_each: bool
+    """Whether partial sum number n is all of norm number n."""
+
+
+class _Sent(NamedTuple):
+    """A work table that was sent on a stream, and the event after which it is there."""
+
+    work: Work
+    stream: int
+    event: Any
+
+
+_works: dict[Any, _Sent] = {}
 _addresses: dict[Any, Any] = {}
-_captured: dict[int, Any] = {}
-"""What captured graphs read."""
-_reserves: list[Any] = []
-"""Pinned memory that no captured graph has yet."""
-_LOCK = threading.Lock()
+_captured: list[Any] = []
+"""What captured graphs read. It is never let go."""
+_reserved: list[Any] = []
+"""At most one array of pinned memory, from which captures take what their graphs keep."""
+_compiled: set[Any] = set()
+"""The kernels that are ready on a device, for arguments of some dtypes."""
+_lock = threading.Lock()
 
 
-def _stream(device: torch.device) -> tuple[int, bool]:
-    """Return the current stream, and whether a graph is captured."""
-    if device.type == "cuda":
-        return torch._C._cuda_getCurrentRawStream(
-            device.index
-        ), torch._C._cuda_isCurrentStreamCapturing()
-    if device.type == "xpu":
-        return torch._C._xpu_getCurrentRawStream(device.index), False
-    return 0, False
-
-
-def _table(
-    shapes: tuple[tuple[int, int], ...],
-    firsts: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    stream: int,
-    capturing: bool,
-) -> Table | None:
-    """Return the table of tensors that are measured as rows of a length,
-    given the numbers of their first norms.
-    """
-    key = shapes, firsts, dtypes, device
-    found = _tables.get(key)
-    if capturing:  # where a graph begins, all is there
-        if found is not None:
-            _captured[id(found)] = found
-        return None if found is None else found[0]
-    if found is None:
-        table, event = _make_table(*key), None
-        if device.type != "cpu":
-            event = getattr(torch, device.type).Event()
-            event.record()
-        with _LOCK:
-            if len(_tables) >= _KEPT:
-                _tables.clear()
-            found = _tables[key] = table, stream, event
-    elif found[1] != stream:
-        found[2].wait()  # on the current stream, for the table to be there
-        current = getattr(torch, device.type).current_stream(device)
-        for tensor in found[0].tensors():
-            tensor.record_stream(current)
-    return found[0]
-
-
-def _make_table(
-    shapes: tuple[tuple[int, int], ...],
-    firsts: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> Table:
-    chunks: dict[torch.dtype, list[Any]] = {}
-    tiles: dict[torch.dtype, list[Any]] = {}
-    groups: list[Any] = []
-    place = 0
-    for leaf, ((height, width), number, dtype) in enumerate(
-        zip(shapes, firsts, dtypes, strict=True)
-    ):
-        if height > 1 and width <= _NARROW:
-            rows = np.arange(0, height, _TILE["ROWS"])
-            tiles.setdefault(dtype, []).append(_rows(leaf, rows, height, width, number))
-            continue
-        starts = np.arange(0, width, _CHUNK)
-        places = place + np.arange(height * len(starts))
-        place += len(places)
-        numbers = number + np.arange(height)
-        at = (np.arange(height)[:, None] * width + starts).ravel()
-        stops = (np.arange(height)[:, None] * width + np.minimum(starts + _CHUNK, width)).ravel()
-        if not height:
-            continue
-        if len(places):
-            chunks.setdefault(dtype, []).append(
-                _rows(leaf, at, stops, places, np.repeat(numbers, len(starts)))
-            )
-        ends = place - height * len(starts) + np.arange(height + 1) * len(starts)
-        if groups and height == 1 and groups[-1][-1, 2] == number:
-            groups[-1][-1, 1] = place
-        else:
-            groups.append(np.stack([ends[:-1], ends[1:], numbers], 1))
-
-    def send(rows: list[Any]) -> Any:
-        host = torch.as_tensor(np.ascontiguousarray(np.concatenate(rows), np.int64))
-        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-    sent = [
-        [(send(rows), sum(map(len, rows)), dtype) for dtype, rows in by.items()]
-        for by in (chunks, tiles)
-    ]
-    all_groups = np.concatenate(groups) if groups else np.zeros((0, 3), np.int64)
-    firsts_, lasts, numbers_ = all_groups.T
-    aligned = all(
-        [not (rows[:, 1] & 15).any() for of_dtype in chunks.values() for rows in of_dtype]
-    )
-    single = bool((firsts_ == numbers_).all() and (lasts - firsts_ == 1).all())
-    return Table(sent[0], sent[1], send([all_groups]), len(all_groups), place, single, aligned)
-
-
-def _rows(*columns: Any) -> Any:
-    return np.stack(np.broadcast_arrays(*columns), 1)
-
-
-def _send_addresses(
-    addresses: tuple[int, ...], device: torch.device, stream: int, capturing: bool
-) -> Any:
-    """Return addresses on the device; ``None`` in a capture for which no memory is reserved."""
-    if INTERPRETED:
-        return torch.tensor(addresses, dtype=torch.int64)
-    if capturing:
-        with _LOCK:
-            if not _reserves or len(_reserves[0]) < len(addresses):
-                return None
-            kept, _reserves[0] = _reserves[0][: len(addresses)], _reserves[0][len(addresses) :]
-            _captured[id(kept)] = kept
-        kept.copy_(torch.tensor(addresses, dtype=torch.int64))
-        return kept.to(device, non_blocking=True)
-    key = addresses, device, stream  # another stream might read before they are there
-    found = _addresses.get(key)
-    if found is None:
-        found = (
-            torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-        )
-        with _LOCK:
-            if not _reserves or len(_reserves[0]) < max(len(addresses), _RESERVE // 2):
-                _reserves[:] = [
-                    torch.empty(
-                        max(4 * len(addresses), _RESERVE), dtype=torch.int64, pin_memory=True
-                    )
-                ]
-            if len(_addresses) >= _KEPT:
-                _addresses.clear()
-            _addresses[key] = found
-    return found
-
-
-class Launch(NamedTuple):
-    """Tensors of one device, ready for kernels."""
+class Batch(NamedTuple):
+    """Plain dense tensors of one device, and the state of that device."""
 
     arrays: Sequence[Any]
-    addresses: tuple[int, ...]
-    device: torch.device
+    device: Any
     stream: int
     capturing: bool
-    written: list[bool]
-    """Whether a kernel has begun to change the tensors."""
+    """Whether a CUDA graph is captured."""
 
-    def send(
-        self, shapes: Sequence[tuple[int, int]], firsts: Sequence[int], others: Sequence[Any] = ()
-    ) -> Any:
-        """Return table, addresses on the device, those of others behind them,
-        and whether all have steps of 16 bytes.
-
-        ``None`` in a capture for which something is not prepared.
-        """
-        dtypes = tuple([array.dtype for array in self.arrays])
-        table = _table(
-            tuple(shapes), tuple(firsts), dtypes, self.device, self.stream, self.capturing
-        )
-        addresses = (
-            (*self.addresses, *map(torch.Tensor.data_ptr, others)) if others else self.addresses
-        )
-        sent = (
-            None
-            if table is None
-            else _send_addresses(addresses, self.device, self.stream, self.capturing)
-        )
-        if table is None or sent is None:
-            return None
-        return table, sent, ALIGNS and table.aligned and not reduce(or_, addresses) & 15
-
-    def empty(self, count: int, dtype: torch.dtype) -> Any:
-        """Return new memory."""
-        return torch.empty(count, dtype=dtype, device=self.device)
+    def new(self, count: int, dtype: torch.dtype) -> Any:
+        """Return a new vector on the device."""
+        return self.arrays[0].new_empty(count, dtype=dtype)
 
 
-def _launch_of(arrays: Sequence[Any], *, checked: bool = False) -> Launch | None:
-    """Return plain dense tensors of one device ready for kernels, ``None`` for others."""
+def _batch_of(arrays: Sequence[Any], *, checked: bool = False) -> Batch | None:
+    """Return tensors as a batch, ``None`` if one of them is no plain dense tensor of the device.
+
+    ``checked`` tells that they are, and that their dtypes are those that kernels take.
+    """
     device = arrays[0].device
     for array in () if checked else arrays:
-        if (
-            type(array) not in _PLAIN
-            or array.dtype not in KINDS
-            or array.device != device
-            or array.is_neg()
-        ):
+        if type(array) not in {torch.Tensor, torch.nn.Parameter} or array.dtype not in DTYPES:
+            return None
+        if array.device != device or array.is_neg():
             return None
         if not (array.is_contiguous() or in_order(array).is_contiguous()):
             return None
-    if torch._C._len_torch_dispatch_stack():  # a mode wants to see what is done
+    # A dispatch mode wants to see what is done. Kernels are invisible to it.
+    if torch._C._len_torch_dispatch_stack():
         return None
-    if INTERPRETED and device.type != "cpu":  # whose memory it cannot read
+
+    if INTERPRETED:
+        return Batch(arrays, device, 0, False)
+    if device.type == "xpu":
+        return Batch(arrays, device, torch._C._xpu_getCurrentRawStream(device.index), False)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return Batch(arrays, device, stream, torch._C._cuda_isCurrentStreamCapturing())
+
+
+class Rows(NamedTuple):
+    """Each tensor as ``heights`` rows of ``widths`` entries, which share a norm.
+
+    ``heights`` is ``None`` if all tensors are one row each, and ``first_norms``, the numbers of the
+    norms of their first rows, is if they are all parts of norm 0.
+    """
+
+    widths: tuple[int, ...]
+    heights: tuple[int, ...] | None = None
+    first_norms: tuple[int, ...] | None = None
+
+
+def _work_of(batch: Batch, rows: Rows) -> Work | None:
+    """Return the work table for a batch, ``None`` during a capture if it was not sent before."""
+    dtypes = tuple([array.dtype for array in batch.arrays])
+    key = rows, dtypes, batch.device
+    sent = _works.get(key)
+
+    if batch.capturing:
+        if sent is not None:
+            _captured.append(sent)
+        return None if sent is None else sent.work
+    if sent is None:
+        sent = _Sent(_make_work(batch, rows, dtypes), batch.stream, _record_event(batch))
+        with _lock:
+            if len(_works) >= _CACHE_SIZE:
+                _works.clear()
+            _works[key] = sent
+    elif sent.stream != batch.stream:
+        _use_on_another_stream(sent, batch)
+    return sent.work
+
+
+def _record_event(batch: Batch) -> Any:
+    """Return an event after what was sent to the device so far."""
+    if INTERPRETED:
         return None
-    return Launch(
-        arrays, tuple([array.data_ptr() for array in arrays]), device, *_stream(device), []
+    event = getattr(torch, batch.device.type).Event()
+    event.record()
+    return event
+
+
+def _use_on_another_stream(sent: _Sent, batch: Batch) -> None:
+    """Let a stream wait for a table that was sent on another one, and let memory be kept for it."""
+    sent.event.wait()
+    stream = getattr(torch, batch.device.type).current_stream(batch.device)
+    for table in (sent.work.norms, *[part.table for part in (*sent.work.chunks, *sent.work.tiles)]):
+        table.record_stream(stream)
+
+
+def _make_work(batch: Batch, rows: Rows, dtypes: tuple[torch.dtype, ...]) -> Work:
+    """Make a work table, and send it to the device."""
+    chunks: dict[torch.dtype, list[Any]] = {}
+    tiles: dict[torch.dtype, list[Any]] = {}
+    norms: list[Any] = [np.zeros((0, 3), np.int64)]
+    sum_count = 0
+    heights = rows.heights or (1,) * len(dtypes)
+    first_norms = rows.first_norms or (0,) * len(dtypes)
+
+    leaves = zip(rows.widths, heights, first_norms, dtypes, strict=True)
+    for leaf, (width, height, first_norm, dtype) in enumerate(leaves):
+        if height > 1 and width <= _SHORT_ROW:
+            first_rows = np.arange(0, height, ROWS_PARAMETERS["ROWS"])
+            tile = _table(leaf, first_rows, height, width, first_norm)
+            tiles.setdefault(dtype, []).append(tile)
+            continue
+
+        # Chunks of each row, one row after another.
+        in_row = np.arange(0, width, CHUNK)
+        row_starts = np.arange(height)[:, None] * width
+        starts = (row_starts + in_row).ravel()
+        stops = (row_starts + np.minimum(in_row + CHUNK, width)).ravel()
+        numbers = first_norm + np.arange(height)
+        sums = sum_count + np.arange(len(starts))
+        chunk = _table(leaf, starts, stops, sums, np.repeat(numbers, len(in_row)))
+        chunks.setdefault(dtype, []).append(chunk)
+
+        # A row without entries has a norm, too: the sum of no partial sums.
+        first_sums = sum_count + np.arange(height) * len(in_row)
+        of_leaf = _table(first_sums, first_sums + len(in_row), numbers)
+        if height == 1 and len(norms[-1]) and norms[-1][-1, RESULT.value] == first_norm:
+            norms[-1][-1, UNTIL.value] += len(in_row)  # one more leaf of the same norm
+        else:
+            norms.append(of_leaf)
+        sum_count += len(starts)
+
+    table_of_norms = np.concatenate(norms)
+    starts, stops, numbers = table_of_norms.T
+    return Work(
+        _send_parts(batch, chunks),
+        _send_parts(batch, tiles),
+        _send(batch, table_of_norms),
+        len(table_of_norms),
+        sum_count,
+        bool((starts == numbers).all() and (stops - starts == 1).all()),
     )
 
 
-_broken: set[torch.device] = set()
-"""The devices for which kernels could not be compiled: they are not tried again."""
+def _table(*columns: Any) -> Any:
+    """Return integers, and vectors of them, as the columns of a table."""
+    return np.stack(np.broadcast_arrays(*columns), 1).astype(np.int64)
 
 
-def _try(launch: Launch, run: Callable[[], Any]) -> Any:
-    """Return what a function of kernels returns, ``None`` where Triton cannot compile them:
-    nothing is written then.
+def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[Any]]) -> list[Part]:
+    """Send the tables of each dtype as one."""
+    tables = {dtype: np.concatenate(tables) for dtype, tables in by_dtype.items()}
+    return [
+        Part(dtype, _send(batch, table), len(table)) for dtype, table in tables.items() if len(table)
+    ]
+
+
+def _send(batch: Batch, integers: Any) -> Any:
+    """Send integers to the device without a wait: from pinned memory."""
+    host = torch.as_tensor(integers, dtype=torch.int64, device="cpu")
+    return host if INTERPRETED else host.pin_memory().to(batch.device, non_blocking=True)
+
+
+def _send_addresses(batch: Batch, outputs: Sequence[Any]) -> Any:
+    """Return the addresses of tensors, and behind them those of outputs, on the device.
+
+    ``None`` during a capture for which no memory is reserved.
     """
-    if launch.device in _broken:
-        return None
-    try:
-        if launch.device.type != "cuda" or torch._C._cuda_getDevice() == launch.device.index:
-            return run()
-        with torch.cuda.device(launch.device):
-            return run()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        _broken.add(launch.device)
-        if INTERPRETED or any(launch.written):
-            raise
-        return None
+    addresses = tuple([array.data_ptr() for array in (*batch.arrays, *outputs)])
+    if batch.capturing:
+        return _send_addresses_of_graph(batch, addresses)
+    # Those of another stream may not be there yet.
+    key = addresses, batch.device, batch.stream
+    sent = _addresses.get(key)
+    if sent is None:
+        sent = _send(batch, addresses)
+        with _lock:
+            _reserve(len(addresses))
+            if len(_addresses) >= _CACHE_SIZE:
+                _addresses.clear()
+            _addresses[key] = sent
+    return sent
 
 
-# What the backend calls.
-
-
-def clip(arrays: Sequence[Any], limit: float, *, in_place: bool) -> tuple[Any, Any, Any] | None:
-    """Return joint norm and factor, 0-d and float32, and the products,
-    of plain dense tensors of one device.
-    """
-    launch = _launch_of(arrays, checked=True)
-    if launch is None:
-        return None
-
-    def run() -> Any:
-        new = arrays if in_place else list(map(torch.empty_like, arrays))
-        sent = launch.send(
-            [(1, array.numel()) for array in arrays], [0] * len(arrays), () if in_place else new
-        )
-        if sent is None:
+def _send_addresses_of_graph(batch: Batch, addresses: tuple[int, ...]) -> Any:
+    """Send addresses during a capture, which a graph copies from the host at each replay."""
+    with _lock:
+        if not _reserved or len(_reserved[0]) < len(addresses):
             return None
-        table, addresses, aligned = sent
-        parts, out = launch.empty(table.sums, torch.float64), launch.empty(2, torch.float32)
-        _run_chunks(table, addresses, aligned, parts)
-        _limit[(1,)](parts, table.sums, limit, out, **_ALL)
-        _run_changes(table, addresses, aligned, launch, out, _PRODUCT, in_place=in_place)
-        factor, norm = out.unbind()
-        return norm, factor, new
+        host = _reserved[0][: len(addresses)]
+        _reserved[0] = _reserved[0][len(addresses) :]
+        _captured.append(host)
+    host.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+    return host.to(batch.device, non_blocking=True)
 
-    return _try(launch, run)
+
+def _reserve(count: int) -> None:
+    """Reserve pinned memory, which cannot be done during a capture."""
+    if INTERPRETED or (_reserved and len(_reserved[0]) >= max(count, _RESERVED_ADDRESSES // 2)):
+        return
+    size = max(4 * count, _RESERVED_ADDRESSES)
+    _reserved[:] = [torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)]
+
+
+# --- 3. Launches.
+
+
+class Launch(NamedTuple):
+    """A kernel, how many programs of it are started, and with what."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def variant(self, device: Any) -> Any:
+        """Return what code depends on. No kernel is specialized to the values of its arguments."""
+        kinds = [getattr(argument, "dtype", None) for argument in self.arguments]
+        return self.kernel.fn.__name__, device, *kinds, *self.constants.values()
+
+    def compile(self) -> None:
+        """Compile the kernel, and load it onto the device."""
+        made = self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)
+        if not INTERPRETED:
+            made.run  # noqa: B018 - a property, which makes the launcher by a C compiler
+
+    def start(self) -> None:
+        """Start the kernel on the current stream."""
+        self.kernel[(self.programs,)](*self.arguments, **self.constants)
+
+
+_COMPILE_ERRORS = (TritonError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+"""What Triton raises where it cannot compile: no C compiler, no cache, a launcher that is broken."""
+
+
+def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
+    """Compile kernels that were not used before. Return whether all are ready.
+
+    A capture compiles nothing.
+    """
+    variants = [launch.variant(batch.device) for launch in launches]
+    missing = [number for number, variant in enumerate(variants) if variant not in _compiled]
+    if missing and batch.capturing:
+        return False
+    for number in missing:
+        try:
+            launches[number].compile()
+        except _COMPILE_ERRORS as error:
+            give_up(batch.device, error)
+            return False
+        _compiled.add(variants[number])
+    return True
+
+
+@contextmanager
+def _on_device(device: Any) -> Iterator[None]:
+    """Make a device the current one, on which Triton starts kernels."""
+    if INTERPRETED or device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def _change(
+    batch: Batch,
+    rows: Rows,
+    *,
+    in_place: bool,
+    launches: Callable[[Work, Any, int], Sequence[Launch]],
+) -> Sequence[Any] | None:
+    """Run kernels that write tensors, and return these: the batch's own, or new ones.
+
+    ``launches`` makes them, given the work table, the addresses and where those of outputs begin.
+    Returns ``None`` if not all is ready. Nothing is written then.
+    """
+    with _on_device(batch.device):
+        work = _work_of(batch, rows)
+        if work is None:
+            return None
+        new: Sequence[Any] = [] if in_place else list(map(torch.empty_like, batch.arrays))
+        addresses = _send_addresses(batch, new)
+        if addresses is None:
+            return None
+
+        ready = launches(work, addresses, len(batch.arrays) if new else 0)
+        if not _compile(batch, ready):
+            return None
+        for launch in ready:
+            launch.start()
+    if not in_place:
+        return new
+    increment_version(batch.arrays)  # autograd does not see what kernels write
+    return batch.arrays
+
+
+def _sum_launches(work: Work, addresses: Any, partial_sums: Any) -> list[Launch]:
+    """Return the launches that measure all chunks."""
+    return [
+        Launch(
+            sum_chunks,
+            part.programs,
+            (part.table, addresses, partial_sums),
+            {"DTYPE": DTYPES[part.dtype], **SUM_PARAMETERS},
+        )
+        for part in work.chunks
+    ]
+
+
+def _scale_launches(
+    work: Work, addresses: Any, to_outputs: int, factors: Any, *, zero: bool
+) -> list[Launch]:
+    """Return the launches that multiply chunks and tiles."""
+    kernels = [(scale_chunks, part, SCALE_PARAMETERS) for part in work.chunks]
+    kernels += [(scale_rows, part, ROWS_PARAMETERS) for part in work.tiles]
+    return [
+        Launch(
+            kernel,
+            part.programs,
+            (part.table, addresses, to_outputs, factors),
+            {"DTYPE": DTYPES[part.dtype], "ZERO": zero, **parameters},
+        )
+        for kernel, part, parameters in kernels
+    ]
+
+
+# --- 4. What the backend calls.
+
+
+def clip(
+    arrays: Sequence[Any], limit: float, *, in_place: bool
+) -> tuple[Any, Any, Sequence[Any]] | None:
+    """Clip plain dense tensors of one device by their joint norm.
+
+    Returns norm and factor, 0-d and float32, and the tensors.
+    """
+    batch = _batch_of(arrays, checked=True)
+    if batch is None:
+        return None
+    factor_and_norm = batch.new(2, torch.float32)
+
+    def launches(work: Work, addresses: Any, to_outputs: int) -> list[Launch]:
+        partial_sums = batch.new(work.sum_count, torch.float64)
+        arguments = (partial_sums, work.sum_count, limit, factor_and_norm)
+        return [
+            *_sum_launches(work, addresses, partial_sums),
+            Launch(find_factor, 1, arguments, NORM_PARAMETERS),
+            *_scale_launches(work, addresses, to_outputs, factor_and_norm, zero=False),
+        ]
+
+    rows = Rows(tuple([array.numel() for array in arrays]))
+    new = _change(batch, rows, in_place=in_place, launches=launches)
+    if new is None:
+        return None
+    factor, norm = factor_and_norm.unbind()
+    return norm, factor, new
 
 
 def sums(backend: Any, terms: Terms) -> list[Any] | None:
     """Return the sums of squares of each block's norms, in float64.
 
-    ``None`` for axes that are not the last.
+    ``None`` for norms along other axes than the last ones.
     """
-    arrays = terms.arrays
-    launch = _launch_of(arrays)
-    shapes = None if launch is None else _shapes(arrays, terms.axes)
-    if launch is None or shapes is None:
+    batch = _batch_of(terms.arrays)
+    shape = None if batch is None else _as_rows(terms.arrays, terms.axes)
+    if batch is None or shape is None:
         return None
-    whole = terms.axes is None or all(
-        [not _kept(array, along) for array, along in zip(arrays, terms.axes, strict=True)]
-    )
-    joint = whole and terms.weigh is None
-    if joint:
-        firsts = [number for number, count in enumerate(terms.counts) for _ in range(count)]
-        total = len(terms.counts)
-    else:
-        ends = list(accumulate([height for height, _ in shapes], initial=0))
-        firsts, total = ends[:-1], ends[-1]
 
-    def run() -> Any:
-        sent = launch.send(shapes, firsts)
-        if sent is None:
+    heights, widths = shape
+    if terms.weigh is None and heights is None:
+        norm_of_leaf = [norm for norm, count in enumerate(terms.counts) for _ in range(count)]
+        out = _run_sums(batch, Rows(widths, None, tuple(norm_of_leaf)), len(terms.counts))
+        return None if out is None else _in_blocks(terms, out)
+
+    # The sums of each leaf's rows, which are joined below.
+    ends = list(accumulate(heights or (1,) * len(widths), initial=0))
+    out = _run_sums(batch, Rows(widths, heights, tuple(ends[:-1])), ends[-1])
+    return None if out is None else _rows_in_blocks(backend, terms, heights, out)
+
+
+def _run_sums(batch: Batch, rows: Rows, count: int) -> Any:
+    """Return sums of squares, given how many norms there are; ``None`` if not all is ready."""
+    with _on_device(batch.device):
+        work = _work_of(batch, rows)
+        addresses = None if work is None else _send_addresses(batch, ())
+        if work is None or addresses is None:
             return None
-        table, addresses, aligned = sent
-        out = launch.empty(total, torch.float64)
-        if table.group_count:
-            parts = out if table.single else launch.empty(table.sums, torch.float64)
-            _run_chunks(table, addresses, aligned, parts)
-            if not table.single:
-                _join[(table.group_count,)](table.groups, parts, out, **_JOIN)
-        for rows, count, dtype in table.tiles:
-            _add_squares_of_rows[(count,)](rows, addresses, out, KINDS[dtype], **_TILE)
+
+        out = batch.new(count, torch.float64)
+        launches = []
+        if work.norm_count:
+            partial_sums = out if work.one_chunk_each else batch.new(work.sum_count, torch.float64)
+            launches += _sum_launches(work, addresses, partial_sums)
+            if not work.one_chunk_each:
+                arguments = (work.norms, partial_sums, out)
+                launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
+        launches += [
+            Launch(
+                sum_rows,
+                part.programs,
+                (part.table, addresses, out),
+                {"DTYPE": DTYPES[part.dtype], **ROWS_PARAMETERS},
+            )
+            for part in work.tiles
+        ]
+        if not _compile(batch, launches):
+            return None
+        for launch in launches:
+            launch.start()
         return out
 
-    out = _try(launch, run)
-    if out is None:
-        return None
-    if joint:
-        return list(out.split(terms.blocks)) if len(terms.blocks) > 1 else [out]
-    return _rows_of_blocks(backend, terms, shapes, out)
+
+def _in_blocks(terms: Terms, out: Any) -> list[Any]:
+    """Return the sums of all norms as those of each block."""
+    return [out] if len(terms.blocks) == 1 else list(out.split(terms.blocks))
 
 
-def _rows_of_blocks(
-    backend: Any, terms: Terms, shapes: list[tuple[int, int]], out: Any
+def _rows_in_blocks(
+    backend: Any, terms: Terms, heights: tuple[int, ...] | None, out: Any
 ) -> list[Any]:
-    """Return the sums of each block's norms, given those of all rows."""
+    """Return the sums of each block's norms, given those of each leaf's rows."""
     arrays = terms.arrays
-    kept = [
-        _kept(array, along)
-        for array, along in zip(arrays, terms.axes or [None] * len(arrays), strict=True)
-    ]
+    axes = terms.axes or [None] * len(arrays)
+    lengths = heights or (1,) * len(arrays)
+    kept = [_kept_shape(array, along) for array, along in zip(arrays, axes, strict=True)]
     if terms.weigh is not None or len(terms.counts) < len(arrays):
-        each = zip(out.split([height for height, _ in shapes]), kept, strict=True)
-        return stack_terms(backend, [rows.view(shape) for rows, shape in each], terms)
-    numbers = in_groups(range(len(arrays)), terms.blocks)  # the norms of a block are alike
-    lengths = [sum([shapes[number][0] for number in block]) for block in numbers]
-    rows = out.split(lengths)
+        rows = zip(out.split(list(lengths)), kept, strict=True)
+        return stack_terms(backend, [of_leaf.view(shape) for of_leaf, shape in rows], terms)
+
+    # One leaf for each norm, and norms of one shape in each block.
+    blocks = in_groups(range(len(arrays)), terms.blocks)
+    of_blocks = out.split([sum([lengths[leaf] for leaf in block]) for block in blocks])
     return [
-        part.view(len(block), *kept[block[0]]) for part, block in zip(rows, numbers, strict=True)
+        part.view(len(block), *kept[block[0]])
+        for part, block in zip(of_blocks, blocks, strict=True)
     ]
 
 
-def scale(products: Products) -> list[Any] | None:
-    """Return the products of dense tensors with factors for each, or for each row."""
-    arrays, blocks = products.arrays, products.blocks
+def scale(products: Products) -> Sequence[Any] | None:
+    """Return the products of plain dense tensors by a factor for each, or for each of their rows."""
+    arrays = products.arrays
     if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
         return None
-    launch = _launch_of(arrays)
-    shapes = None if launch is None else _shapes(arrays, products.axes)
-    if (
-        launch is None
-        or shapes is None
-        or not all([type(block) is torch.Tensor for block in blocks])
-    ):
+    batch = _batch_of(arrays)
+    shape = None if batch is None else _as_rows(arrays, products.axes)
+    if batch is None or shape is None or not _are_factors(products.blocks, batch):
         return None
+
+    heights, widths = shape
+    starts = list(accumulate([block.numel() for block in products.blocks], initial=0))
+    per_norm = [block.numel() // max(len(block), 1) for block in products.blocks]
+    lengths = heights or (1,) * len(arrays)
+    for (block, _), height in zip(products.places, lengths, strict=True):
+        if per_norm[block] != height:  # norms along other axes, of an array with axes of length 1
+            return None
+    places = zip(products.places, lengths, strict=True)
+    first_norms = tuple([starts[block] + row * height for (block, row), height in places])
+    factors = _flat(products.blocks)
+
+    def launches(work: Work, addresses: Any, to_outputs: int) -> list[Launch]:
+        return _scale_launches(work, addresses, to_outputs, factors, zero=products.zero)
+
+    rows = Rows(widths, heights, first_norms)
+    return _change(batch, rows, in_place=products.in_place, launches=launches)
+
+
+def _are_factors(blocks: Sequence[Any], batch: Batch) -> bool:
+    """Return whether factors are tensors of the batch's device, and of one dtype."""
     first = blocks[0]
-    if any([block.device != launch.device or block.dtype is not first.dtype for block in blocks]):
-        return None
-    starts = list(accumulate([block.numel() for block in blocks], initial=0))
-    lengths = [block.numel() // max(len(block), 1) for block in blocks]
-    every = list(zip(products.places, shapes, strict=True))
-    # A factor for several rows.
-    if any([lengths[block] != height for (block, _), (height, _) in every]):
-        return None
-    firsts = [starts[block] + row * height for (block, row), (height, _) in every]
-
-    def run() -> Any:
-        new = arrays if products.in_place else list(map(torch.empty_like, arrays))
-        sent = launch.send(shapes, firsts, () if products.in_place else new)
-        if sent is None:
-            return None
-        table, addresses, aligned = sent
-        factors = (
-            first.reshape(-1)
-            if len(blocks) == 1
-            else torch.cat([block.reshape(-1) for block in blocks])
-        )
-        how = _ZERO if products.zero else _PRODUCT
-        _run_changes(
-            table, addresses, aligned, launch, factors.contiguous(), how, in_place=products.in_place
-        )
-        return new
-
-    return _try(launch, run)
+    if not all([type(block) is torch.Tensor for block in blocks]):
+        return False
+    return all([b.device == batch.device and b.dtype is first.dtype for b in blocks])
 
 
-def bound(arrays: Sequence[Any], low: float, high: float, *, in_place: bool) -> list[Any] | None:
-    """Return plain dense tensors of one device with entries between two numbers,
-    which are rounded to float32.
+def _flat(blocks: Sequence[Any]) -> Any:
+    """Return all factors as one vector."""
+    if len(blocks) == 1:
+        return blocks[0].reshape(-1).contiguous()
+    return torch.cat([block.reshape(-1) for block in blocks])
+
+
+def bound(
+    arrays: Sequence[Any], low: float, high: float, *, in_place: bool
+) -> Sequence[Any] | None:
+    """Return plain dense tensors of one device with entries between two numbers.
+
+    ``None`` for float64, as the numbers are rounded to float32.
     """
-    if not all([array.dtype in KINDS and array.dtype is not torch.float64 for array in arrays]):
+    if not all([array.dtype in DTYPES and array.dtype is not torch.float64 for array in arrays]):
         return None
-    launch = _launch_of(arrays, checked=True)
-    if launch is None:
+    batch = _batch_of(arrays, checked=True)
+    if batch is None:
         return None
+    low, high = float(np.float32(low)), float(np.float32(high))
 
-    def run() -> Any:
-        new = arrays if in_place else list(map(torch.empty_like, arrays))
-        sent = launch.send(
-            [(1, array.numel()) for array in arrays], [0] * len(arrays), () if in_place else new
-        )
-        if sent is None:
-            return None
-        table, addresses, aligned = sent
-        bounds, one = (
-            (float(np.float32(low)), float(np.float32(high))),
-            launch.empty(1, torch.float32),
-        )
-        _run_changes(table, addresses, aligned, launch, one, _BOUND, bounds, in_place=in_place)
-        return new
+    def launches(work: Work, addresses: Any, to_outputs: int) -> list[Launch]:
+        return [
+            Launch(
+                bound_chunks,
+                part.programs,
+                (part.table, addresses, to_outputs, low, high),
+                {"DTYPE": DTYPES[part.dtype], **SCALE_PARAMETERS},
+            )
+            for part in work.chunks
+        ]
 
-    return _try(launch, run)
+    rows = Rows(tuple([array.numel() for array in arrays]))
+    return _change(batch, rows, in_place=in_place, launches=launches)
 
 
-def _run_chunks(table: Table, addresses: Any, aligned: bool, sums: Any) -> None:
-    for rows, count, dtype in table.chunks:
-        _add_squares[(count,)](rows, addresses, sums, KINDS[dtype], aligned, **_SUMS)
+def _as_rows(
+    arrays: Sequence[Any], axes: Sequence[Any] | None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]] | None:
+    """Return the number of rows of each tensor, and their length: entries that share a norm.
 
-
-def _run_changes(
-    table: Table,
-    addresses: Any,
-    aligned: bool,
-    launch: Launch,
-    factors: Any,
-    how: Any,
-    bounds: tuple[float, float] = (0.0, 0.0),
-    *,
-    in_place: bool,
-) -> None:
-    if in_place:  # which kernels of Triton do not tell autograd
-        torch._C._increment_version(list(launch.arrays))
-    others = 0 if in_place else len(launch.arrays)
-    for rows, count, dtype in table.chunks:
-        _change[(count,)](
-            rows, addresses, others, factors, *bounds, KINDS[dtype], how.value, aligned, **_PRODUCTS
-        )
-        launch.written.append(in_place)
-    for rows, count, dtype in table.tiles:
-        _change_rows[(count,)](rows, addresses, others, factors, KINDS[dtype], how.value, **_TILE)
-        launch.written.append(in_place)
-
-
-def _shapes(arrays: Sequence[Any], axes: Sequence[Any] | None) -> list[tuple[int, int]] | None:
-    """Return each dense tensor as so many rows of so many entries that share a norm;
-    ``None`` if one is not.
+    The number is ``None`` if all tensors have one norm each. ``None`` if those of one are no rows.
     """
     if axes is None:
-        return [(1, array.numel()) for array in arrays]
-    found = []
+        return None, tuple([array.numel() for array in arrays])
+    heights = []
     for array, along in zip(arrays, axes, strict=True):
         if along is None or len(along) == array.ndim:
-            found.append((1, array.numel()))
-        elif (
-            along == tuple(range(1, array.ndim))
-            and array.is_contiguous()
-            and (along or array.numel() <= _ENTRIES)
-        ):
-            height = array.shape[0]
-            found.append((height, array.numel() // max(height, 1)))
-        else:
+            heights.append(1)
+            continue
+        is_rows = along == tuple(range(1, array.ndim)) and array.is_contiguous()
+        if not is_rows or (not along and array.numel() > _LONG_VECTOR):
             return None
-    return found
+        heights.append(array.shape[0])
+    widths = [
+        array.numel() // max(height, 1) for array, height in zip(arrays, heights, strict=True)
+    ]
+    is_whole = all([not _kept_shape(array, a) for array, a in zip(arrays, axes, strict=True)])
+    return None if is_whole else tuple(heights), tuple(widths)
 
 
-def _kept(array: Any, along: Any) -> tuple[int, ...]:
+def _kept_shape(array: Any, along: Any) -> tuple[int, ...]:
     """Return the shape of the norms of a tensor, all entries or rows of which have one."""
     return () if along is None or len(along) == array.ndim else (array.shape[0],)
