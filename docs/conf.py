@@ -14,6 +14,7 @@ from typing import Any
 from bs4 import BeautifulSoup
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.ext.autodoc.mock import _MockObject
 from sphinx.util import logging
 
 import uniclip
@@ -50,7 +51,18 @@ myst_heading_anchors = 3
 
 # Docstrings: single backticks are cross-references, numpydoc sections, no types in signatures.
 default_role = "py:obj"
-autodoc_mock_imports = ["jax", "lightning", "optax", "tensorflow", "torch", "transformers"]
+autodoc_mock_imports = [
+    "accelerate",
+    "jax",
+    "lightning",
+    "optax",
+    "tensorflow",
+    "torch",
+    "transformers",
+]
+# When they are imported, modules compare the version of a framework, and enter a context.
+for method in ("__lt__", "__ge__", "__enter__", "__exit__"):
+    setattr(_MockObject, method, lambda *_: False)
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False

@@ -116,6 +116,41 @@ class Attached(Adapter):
         )
 
 
+class Scaled(Attached):
+    """A loss scale; the gradients are unscaled before the step or in it."""
+
+    takes = Attached.takes - {"micro", "record", "refuse", "bits"} | {"scale"}
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Begin with a scale of 1024."""
+        super().start(uc, rule, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.inside.zero_grad()
+        loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        if self.handle is not None:
+            self.handle.loss = loss.detach()
+        if batch.ids[0] % 2:
+            self.scaler.unscale_(self.inside)
+        self.scaler.step(self.inside)
+        self.scaler.update()
+
+
+class Compiled(Attached):
+    """A step that is compiled."""
+
+    takes = frozenset({"scalars"})
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Compile the step."""
+        super().start(uc, rule, **options)
+        torch.compiler.reset()
+        self.inside.step = torch.compile(self.inside.step, backend="eager")
+
+
 def params_of(*grads: Any) -> list[Any]:
     """Return parameters of zeros with these gradients, copied."""
     params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import uniclip as uc
 from adapters.contract import checks, kinds, trained, variants
-from adapters.on_torch import Attached, Wrapper, five, params_of
+from adapters.on_torch import Attached, Compiled, Scaled, Wrapper, five, params_of
 from kit.devices import patched, refuse
 from kit.training import RATE, Batch, batches
 from uniclip import insight
@@ -69,46 +68,11 @@ class Sparse(Attached):
     make = staticmethod(partial(SGD, lr=RATE))
 
 
-class Scaled(Attached):
-    """A loss scale; the gradients are unscaled before the step or in it."""
-
-    takes = Attached.takes - {"micro", "record", "refuse", "bits"} | {"scale"}
-
-    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Begin with a scale of 1024."""
-        super().start(uc, rule, **options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        self.inside.zero_grad()
-        loss = self.loss(batch)
-        self.scaler.scale(loss).backward()
-        if self.handle is not None:
-            self.handle.loss = loss.detach()
-        if batch.ids[0] % 2:
-            self.scaler.unscale_(self.inside)
-        self.scaler.step(self.inside)
-        self.scaler.update()
-
-
 class ScaledFused(Scaled):
     """A loss scale, with a kernel that unscales."""
 
     optimizer = "adam"
     make = staticmethod(partial(Adam, lr=RATE, fused=True))
-
-
-class Compiled(Attached):
-    """A step that is compiled."""
-
-    takes = frozenset({"scalars"})
-
-    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Compile the step."""
-        super().start(uc, rule, **options)
-        torch.compiler.reset()
-        self.inside.step = torch.compile(self.inside.step, backend="eager")
 
 
 VARIANTS: dict[type[Attached], tuple[str, ...] | None] = {

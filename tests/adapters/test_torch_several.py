@@ -26,7 +26,17 @@ from torch.optim.lr_scheduler import StepLR
 
 import uniclip as uc
 from adapters.contract import variants
-from adapters.on_torch import Attached, Combined, Plain, WithoutInit, Wrapper, five, params_of
+from adapters.on_torch import (
+    Attached,
+    Combined,
+    Compiled,
+    Plain,
+    Scaled,
+    WithoutInit,
+    Wrapper,
+    five,
+    params_of,
+)
 from kit.training import MOMENTUM, RATE, Batch
 from uniclip.integrations.torch import attach, check_layout
 from uniclip.saved import renamed
@@ -164,25 +174,10 @@ class JointByClosure(Joint):
         self.inside.step(partial(self.backward, batch))
 
 
-class JointScaled(Joint):
-    """A loss scale, which divides in the step of the outer optimizer."""
+class JointScaled(Scaled, Joint):
+    """A loss scale, which divides in the step of the outer optimizer, or before it."""
 
     takes = Joint.takes - {"micro", "record", "bits"} | {"scale"}
-
-    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Begin with a scale of 1024."""
-        super().start(uc, rule, **options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        self.inside.zero_grad()
-        loss = self.loss(batch)
-        self.scaler.scale(loss).backward()
-        if self.handle is not None:
-            self.handle.loss = loss.detach()
-        self.scaler.step(self.inside)
-        self.scaler.update()
 
 
 class Forwards(Combined):
@@ -205,16 +200,8 @@ class JointForwards(JointScaled):
     single = JointFused.single
 
 
-class JointCompiled(Joint):
+class JointCompiled(Compiled, Joint):
     """A step that is compiled."""
-
-    takes = frozenset({"scalars"})
-
-    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Compile the step."""
-        super().start(uc, rule, **options)
-        torch.compiler.reset()
-        self.inside.step = torch.compile(self.inside.step, backend="eager")
 
 
 VARIANTS: dict[type[Joint], tuple[str, ...] | None] = {
