@@ -135,7 +135,7 @@ def assert_alike(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-CALLS: dict[str, Callable[[Place, Place], Any]] = {
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "a limit": lambda here, there: uc.clip([here([3.0, 4.0])], uc.by_global_norm(there(1.0)))[0],
     "a bound": lambda here, there: uc.clip(
         [here([-3.0, 4.0])], uc.by_value(-2.0, there([0.6, 0.8]))
@@ -161,6 +161,16 @@ def test_from_elsewhere(places: list[Place], what: str) -> None:
         [array] = CALLS[what](here, there)
         assert array.device == here.device
         assert here.found([array]) == [[-2.0, 0.8] if what == "a bound" else [0.6, 0.8]]
+
+
+@pytest.mark.parametrize("library", WITHOUT_FLOAT64)
+@pytest.mark.parametrize("what", CALLS)
+def test_float64_from_elsewhere(what: str, library: str) -> None:
+    """Where the gradients' device has no float64, float64 arrays of another one are narrowed."""
+    here, wide = WITHOUT_FLOAT64[library](), LIBRARIES[library]()[0]
+    [array] = CALLS[what](here, lambda values: wide(values, "float64"))
+    assert array.device == here.device
+    assert here.found([array]) == [[-2.0, 0.8] if what == "a bound" else [0.6, 0.8]]
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero"])
@@ -422,7 +432,9 @@ class Once(uc.Limit):
         """Look whether a norm is above 4."""
         above = state.above | (norms > 4)
         xp = context.xp
-        return xp.where(above, xp.asarray(np.float32(1.0)), xp.asarray(10.0)), Flags(above)
+        return xp.where(above, xp.asarray(np.asarray(1.0, "float32")), xp.asarray(10.0)), Flags(
+            above
+        )
 
 
 def test_a_state_of_flags(places: list[Place]) -> None:
