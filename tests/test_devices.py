@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def assert_alike(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-CALLS: dict[str, Callable[[Place, Place], Any]] = {
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "a limit": lambda here, there: uc.clip([here([3.0, 4.0])], uc.by_global_norm(there(1.0)))[0],
     "a bound": lambda here, there: uc.clip(
         [here([-3.0, 4.0])], uc.by_value(-2.0, there([0.6, 0.8]))
@@ -160,6 +161,16 @@ def test_from_elsewhere(places: list[Place], what: str) -> None:
         [array] = CALLS[what](here, there)
         assert array.device == here.device
         assert here.found([array]) == [[-2.0, 0.8] if what == "a bound" else [0.6, 0.8]]
+
+
+@pytest.mark.parametrize("library", WITHOUT_FLOAT64)
+@pytest.mark.parametrize("what", CALLS)
+def test_float64_from_elsewhere(what: str, library: str) -> None:
+    """Where the gradients' device has no float64, float64 arrays of another one are narrowed."""
+    here, wide = WITHOUT_FLOAT64[library](), LIBRARIES[library]()[0]
+    [array] = CALLS[what](here, lambda values: wide(values, "float64"))
+    assert array.device == here.device
+    assert here.found([array]) == [[-2.0, 0.8] if what == "a bound" else [0.6, 0.8]]
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero"])
@@ -273,6 +284,18 @@ def test_a_class_is_tried_once() -> None:
     assert reads[1:] == [0, 0]
 
 
+@pytest.mark.needs("mlx")
+def test_parts_that_are_copies() -> None:
+    """A part of an array of MLX has values of its own, also where it has the memory."""
+    import mlx.core as mx
+
+    whole = mx.array([[3.0, 4.0], [0.0, 0.0]])
+    part = whole[:1]
+    uc.clip_([whole, part], uc.by_norm(2.5))
+    assert whole.tolist() == [[1.5, 2.0], [0.0, 0.0]]
+    assert part.tolist() == [[1.5, 2.0]]
+
+
 def test_arrays_without_addresses() -> None:
     """One object in two places is written once where no address is known, and without ``*=``."""
     twice, other = of_class(Copied, [3.0, 4.0]), of_class(Copied, [4.0, 3.0])
@@ -304,6 +327,8 @@ def test_no_wait(name: str) -> None:
     assert "reads" not in count(name, accelerator(1), 3, "float32")
     assert count(name, accelerator(1), 3, "float64").get("reads", 0) <= rules
     assert count(name, accelerator(2), 3, "float32").get("reads", 0) <= rules
+    if name == "by_global_norm":
+        assert count(name, accelerator(1), 3, "float64")["reads"] == 1
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -333,6 +358,22 @@ def test_values_travel_together() -> None:
     COUNTS.clear()
     assert str(clipper.report) == "norm 22.4, limit 1, clipped, finite"
     assert COUNTS["reads"] <= 2
+
+
+def test_values_travel_to_a_device_that_numpy_reads() -> None:
+    """array-api-strict has no `.get()`; its devices tell which of them NumPy reads."""
+    place, moves = strict("device1"), []
+    kind = type(place(0.0))
+    move = kind.to_device
+
+    def to_device(array: Any, device: Any, /, **options: Any) -> Any:
+        moves.append(device)
+        return move(array, device, **options)
+
+    _, report = uc.clip([place([3.0, 4.0]), place([12.0])], uc.by_norm(1.0))
+    with mock.patch.multiple(kind, to_device=to_device, __float__=None):
+        assert str(report) == "norm 12 (largest of 2), clipped 100 %, finite"
+    assert len(moves) == 2  # numbers and flags
 
 
 def test_a_recorder_reads_a_window_at_once(tmp_path: Path) -> None:
@@ -390,15 +431,19 @@ class Once(uc.Limit):
     def __call__(self, norms: Any, state: Flags, context: uc.limits.Context) -> tuple[Any, Flags]:
         """Look whether a norm is above 4."""
         above = state.above | (norms > 4)
-        limits = context.xp.where(above, context.xp.asarray(1.0), context.xp.asarray(10.0))
-        return limits, Flags(above)
+        xp = context.xp
+        return xp.where(above, xp.asarray(np.asarray(1.0, "float32")), xp.asarray(10.0)), Flags(
+            above
+        )
 
 
 def test_a_state_of_flags(places: list[Place]) -> None:
     """Flags are kept in a skipped step, saved, and loaded by another framework."""
     clipper = uc.Clipper(uc.Rule(Once(), scope=uc.scopes.each_leaf, nonfinite="skip"))
+    COUNTS.clear()
     for norms in ([3.0, 3.0], [math.nan, 5.0], [5.0, 3.0], [3.0, 3.0]):
         clipped = clipper([places[0]([norm]) for norm in norms])
+    assert "reads" not in COUNTS
     assert places[0].found(clipped) == [[1.0], [3.0]]
     saved = json.loads(json.dumps(clipper.state_dict()))
     assert saved["state"] == {"above": [True, False]}

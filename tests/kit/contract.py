@@ -11,14 +11,16 @@ from kit.promise import Program, Promise
 
 __all__ = ["PROMISES", "Program", "Promise", "dtypes", "table"]
 
-SPARSE = dict.fromkeys(["NumPy", "array-api-strict", "MLX"], "the framework has no sparse arrays")
+STANDARD = ["array-api-strict", "CuPy's stand-in"]
+"""Libraries that have the array API standard, and nothing more."""
+SPARSE = dict.fromkeys(["NumPy", *STANDARD, "MLX"], "the framework has no sparse arrays")
 SPARSE["torch.compile"] = "`torch.compile` does not take sparse tensors"
-NOT_NUMPY = ["array-api-strict", "MLX", "PyTorch", "TensorFlow", "JAX"]
+NOT_NUMPY = [*STANDARD, "MLX", "PyTorch", "TensorFlow", "JAX"]
 NOT_TORCH = dict.fromkeys(
-    ["NumPy", "array-api-strict", "MLX", "TensorFlow", "JAX"], "it has nothing of the kind"
+    ["NumPy", *STANDARD, "MLX", "TensorFlow", "JAX"], "it has nothing of the kind"
 )
 ONE_LAYOUT = dict.fromkeys(
-    ["array-api-strict", "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts"
+    [*STANDARD, "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts"
 )
 
 PROMISES = [
@@ -234,9 +236,7 @@ PROMISES = [
         "derivative through the clip",
         "exact where the square of the norm is in range, and finite at zero",
         check=checks.slopes,
-        exceptions=dict.fromkeys(
-            ["NumPy", "array-api-strict"], "it takes no derivatives of array API code"
-        ),
+        exceptions=dict.fromkeys(["NumPy", *STANDARD], "it takes no derivatives of array API code"),
     ),
 ]
 

@@ -37,6 +37,8 @@ class Framework:
     """The reason why there are no arrays of a dtype."""
     same_objects = True
     """Whether unclipped gradients come back as the very same objects."""
+    adds_as_another = False
+    """Whether sums of millions of entries are made as on another framework of the suite."""
     default_float = "float64"
     raises = True
     """Whether the value of an array is read for errors (a traced one has none)."""
@@ -136,7 +138,10 @@ class Strict(Framework):
     family = "array-api-strict"
     device = "CPU_DEVICE"
     missing = MappingProxyType(
-        dict.fromkeys(("float16", "bfloat16"), "not in the array API standard")
+        {
+            "float16": "with the stand-in for CuPy only",
+            "bfloat16": "not in the array API standard",
+        }
     )
     same_objects = False
     raises = False
@@ -167,6 +172,7 @@ class StrictDevice(Strict):
     """
 
     name = "array-api-strict-device"
+    adds_as_another = True
     device = "device1"
 
 
@@ -174,6 +180,7 @@ class StrictNoFloat64(StrictDevice):
     """The same on one without float64."""
 
     name = "array-api-strict-no-float64"
+    adds_as_another = False
     device = "no_float64"
     default_float = "float32"
     missing = MappingProxyType(
@@ -185,6 +192,8 @@ class CuPyLike(Strict):
     """A stand-in for CuPy: see `kit.cupy_like`."""
 
     name = "cupy-like"
+    family = "CuPy's stand-in"
+    adds_as_another = True
     missing = MappingProxyType({"bfloat16": "not in the array API standard"})
 
     def array(self, values: Any, dtype: str = "float32") -> Any:

@@ -62,9 +62,13 @@ class Promise:
 
     def programs_for(self, fw: Framework) -> list[Program]:
         """Return the programs that a framework can run."""
-        return (
-            [] if self.reason(fw) else [program for program in self.programs if program.applies(fw)]
-        )
+        if self.reason(fw):
+            return []
+        return [
+            program
+            for program in self.programs
+            if program.applies(fw) and not (program.large and fw.adds_as_another)
+        ]
 
 
 def is_sparse(leaf: Any) -> bool:

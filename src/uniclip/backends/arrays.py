@@ -288,7 +288,7 @@ class Standard(Backend):
         return to_device(array, target.device)
 
     def _narrow(self, array: Array, source: _Device) -> Array:
-        narrow = _NARROW.get(_name_of(array.dtype))
+        narrow = _NARROW.get(_dtype_name(array.dtype))
         if narrow is None:
             return array
         with _on_device(source):
@@ -329,7 +329,7 @@ class Standard(Backend):
             float,
         )
         numbers = [convert(vector[number]) for number in range(vector.shape[0])]
-        return np.asarray(numbers, dtype=getattr(np, _name_of(vector.dtype), None))
+        return np.asarray(numbers, dtype=getattr(np, _dtype_name(vector.dtype), None))
 
     @cached_property
     def _host_device(self) -> _Device | None:
@@ -484,7 +484,7 @@ _NARROW = {"float64": "float32", "complex128": "complex64"}
 """What a device without float64 holds instead."""
 
 
-def _name_of(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     """Return the name of a dtype, without that of its library."""
     return str(dtype).rpartition(".")[2]
 

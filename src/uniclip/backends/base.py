@@ -662,16 +662,8 @@ def _combine(backend: Backend, parts: list[Array], op: Op) -> Array:
     """Return the sum or the maximum of arrays of one shape."""
     xp = backend.xp
     if op == "sum":
-        return _add_in_pairs(parts)
+        return reduce(lambda a, b: a + b, parts)
     return reduce(lambda a, b: xp.where(xp.isnan(b) | (b > a), b, a), parts)
-
-
-def _add_in_pairs(parts: list[Array]) -> Array:
-    """Return the sum of arrays, whose rounding errors grow with the logarithm of their number."""
-    while len(parts) > 1:
-        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
-        parts = pairs + parts[2 * len(pairs) :]
-    return parts[0]
 
 
 def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
