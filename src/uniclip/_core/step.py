@@ -150,7 +150,11 @@ def decide_generally(
         ]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
-    with kinds.backend.quiet(given.first):
+    first = given.first
+    if first is None and params is not None:
+        # The parameters say on which device norms lie.
+        first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
+    with kinds.backend.quiet(first):
         # Now it is known how many there are.
         if plan.joins is not None and plan.joins.compare(rule):
             plan = plan_of(rule, given, mode, join, params)
@@ -452,6 +456,7 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         # NaN stays; of `min` PyTorch up to 2.12 makes a constant.
         value = largest if value > largest else value  # noqa: FURB136
     else:
+        value = plan.math.read_foreign(value)
         if plan.math.host and not isinstance(value, NUMPY):
             value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
         value = backend.to_device_of(norms, xp.asarray(value, dtype=norms.dtype))
