@@ -456,7 +456,8 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         # NaN stays; of `min` PyTorch up to 2.12 makes a constant.
         value = largest if value > largest else value  # noqa: FURB136
     else:
-        value = plan.math.read_foreign(value)
+        if not isinstance(value, NUMPY):
+            value = plan.math.read_foreign(value)
         if plan.math.host and not isinstance(value, NUMPY):
             value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
         value = backend.to_device_of(norms, xp.asarray(value, dtype=norms.dtype))
