@@ -163,6 +163,19 @@ def test_from_elsewhere(places: list[Place], what: str) -> None:
         assert here.found([array]) == [[-2.0, 0.8] if what == "a bound" else [0.6, 0.8]]
 
 
+def test_nothing_but_what_is_beside(places: list[Place]) -> None:
+    """Where all gradients are absent, limits, norms and losses may still be arrays on a device."""
+    place = places[0]
+    for curve in (uc.curves.hard, uc.curves.reject):
+        clipped, report = uc.clip([None, None], uc.Rule(place(1.0), curve=curve))
+        assert clipped == [None, None]
+        assert report.norms == 0
+    assert uc.clip_by_global_norm([None], 1.0, norm=place(0.0)) == ([None], 0.0)
+    assert uc.Clipper(uc.skip_spikes())([None], loss=place(1.0)) == [None]
+    rule = uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.all_leaves)
+    assert uc.clip([None], rule, [place([3.0, 4.0])])[0] == [None]
+
+
 @pytest.mark.parametrize("library", WITHOUT_FLOAT64)
 @pytest.mark.parametrize("what", CALLS)
 def test_float64_from_elsewhere(what: str, library: str) -> None:

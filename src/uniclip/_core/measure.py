@@ -128,7 +128,7 @@ def _find_loss(inputs: Inputs, sums: list[Any] | None) -> Any:
         loss = loss.mean
     if loss is None:
         return None
-    loss = xp.asarray(loss)
+    loss = xp.asarray(plan.math.read_foreign(loss))
     if not plan.math.host and first is not None:
         loss = plan.math.library.to_device_of(first, loss)
     loss = plan.math.library.detach(xp.astype(loss, xp.float32))
@@ -141,7 +141,8 @@ def _given_norm(inputs: Inputs) -> Any:
     refuse an invalid one.
     """
     plan, backend, [zero] = inputs.plan, inputs.given.backend, zero_norms(inputs.plan, inputs.given)
-    norm = backend.to_device_of(zero, backend.xp.asarray(inputs.step.norm, dtype=zero.dtype))
+    norm = backend.xp.asarray(plan.math.read_foreign(inputs.step.norm), dtype=zero.dtype)
+    norm = backend.to_device_of(zero, norm)
     refuse_shape("norm", norm, zero)
     if surely(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
         msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._core.tree import Opened
-from uniclip.backends import DEFAULT, Backend
+from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
@@ -82,6 +82,14 @@ class Arithmetic:
         return self.library.sums(mode, terms) if terms.arrays else []
 
     # There and back.
+
+    def read_foreign(self, value: Any) -> Any:
+        """Return what came in beside the gradients as it is, an array of another library as NumPy's
+        where no gradient says which library it is.
+        """
+        if self.library is DEFAULT and backend_of(value) not in {None, DEFAULT}:
+            return numpy_of(value)
+        return value
 
     def read(self, array: Any) -> np.ndarray[Any, Any]:
         """Return the values of a small array."""

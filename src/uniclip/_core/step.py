@@ -150,9 +150,13 @@ def decide_generally(
         ]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
-    if plan.shapes is not None and getattr(constant, "shape", ()):
+    if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
         plan = plan.with_blocks_apart()
-    with kinds.backend.quiet(given.first):
+    first = given.first
+    if first is None and params is not None:
+        # The parameters say on which device norms lie.
+        first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
+    with kinds.backend.quiet(first):
         # Now it is known how many there are.
         if plan.joins is not None and plan.joins.compare(rule):
             plan = plan_of(rule, given, mode, join, params)
@@ -459,6 +463,8 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` anew for each number.
         value = largest if value > largest else value  # noqa: FURB136
     else:
+        if not isinstance(value, NUMPY):
+            value = plan.math.read_foreign(value)
         if plan.math.host and not isinstance(value, NUMPY):
             value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
         value = backend.to_device_of(norms, xp.asarray(value, dtype=norms.dtype))
