@@ -207,8 +207,9 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
-    norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
-    thresholds = thresholds and plan.split_blocks(thresholds)
+    if plan.shapes is not None:
+        norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
+        thresholds = thresholds and plan.split_blocks(thresholds)
     values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
     return Decision(rule, given, plan, values, new)
 
