@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # which notes the attributes of tensors, before they are patched
-import triton.runtime.interpreter as interpreter
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 import uniclip as uc
 from kit.devices import elsewhere
@@ -276,7 +276,7 @@ def test_same_bits(started: list[str]) -> None:
 
 
 def test_new_addresses(started: list[str]) -> None:
-    """Steps whose gradients are elsewhere each time are right, and what is remembered is bounded."""
+    """Steps with new addresses each time are right, and what is remembered is bounded."""
     kept = []
 
     def tables() -> int:
@@ -365,7 +365,7 @@ def test_turned_off(started: list[str]) -> None:
 
 
 def run(program: str, **environment: str) -> str:
-    """Run a program in a process of its own, which knows nothing of Triton yet. Return its output."""
+    """Run a program in a process of its own, without Triton so far. Return its output."""
     others = {
         key: value
         for key, value in os.environ.items()
@@ -403,7 +403,7 @@ assert abs(float(leaf.norm()) - 1) < 1e-6
 
 
 def test_where_they_are_used() -> None:
-    """Triton is imported for GPUs of NVIDIA from Volta on. It warns once if it does not work there."""
+    """Triton is imported for GPUs of NVIDIA from Volta on, with one warning if it fails."""
     run(
         """
 import os, warnings, torch, uniclip as uc
@@ -430,7 +430,8 @@ with warnings.catch_warnings(record=True) as seen:
     assert loaded((7, 0))  # and there is no GPU to compile for
     assert loaded((7, 5))
     assert loaded((9, 4), hip="6.4", wish="1")
-assert [str(x.message)[:48] for x in seen] == ["uniclip's Triton kernels cannot be used on Devic"], seen
+assert len(seen) == 1, seen
+assert "Triton kernels cannot be used" in str(seen[0].message)
 assert "UNICLIP_TRITON=0" in str(seen[0].message)
 """
     )

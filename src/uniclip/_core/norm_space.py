@@ -47,7 +47,7 @@ class Arithmetic:
         and nothing is remembered.
         """
         self.on_device = mode == LIBRARY
-        """Whether an accelerator has the values, and starts a kernel for each operation on norms."""
+        """Whether an accelerator has the values, and starts a kernel for each operation."""
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
         self.device = kinds.device if given.first is None else library.device(given.first)

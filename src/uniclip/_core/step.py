@@ -149,7 +149,7 @@ def decide_generally(
         ]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
-    if plan.shapes is not None and getattr(constant, "shape", ()):
+    if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
         plan = plan.with_blocks_apart()
     with kinds.backend.quiet(given.first):
         # Now it is known how many there are.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Decide where the Triton kernels run. The kernels themselves are in `uniclip.backends.torch.triton`.
+"""Decide where the Triton kernels of `uniclip.backends.torch.triton` run.
 
 Everybody else asks `kernels_on` and takes PyTorch's own functions if the answer is ``None``. Triton
 is imported at the first use on an accelerator, so never on a CPU.
 
 The environment variable ``UNICLIP_TRITON`` is read at each step. ``0`` turns the kernels off.
-``1`` also tries them on devices and versions on which they are not tested: AMD and Intel GPUs, other
-versions of Triton, and Triton's interpreter (``TRITON_INTERPRET=1``).
+``1`` also tries them where they are not tested: on AMD and Intel GPUs, with other versions of Triton,
+and in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ Read it in this order:
 
 1. **Kernels.** Sums of squares (of chunks of tensors, of short rows), norm and factor, products,
    bounds. Sums are float64 and in a fixed order: no square is out of range, and the same input has
-   the same bits. Nothing is written where nothing changes: a product by 1 in place returns before it
-   reads its tensor.
-2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory. Both
-   are sent to the device without a wait, and cached.
+   the same bits. Nothing is written where nothing changes: a product by 1 in place returns before
+   it reads its tensor.
+2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory.
+   Both are sent to the device without a wait, and cached.
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
    that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
    PyTorch's own functions.
-4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for tensors
-   that it does not take, before anything is written.
+4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for
+   tensors that it does not take, before anything is written.
 
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
@@ -53,7 +53,7 @@ DTYPES = {
 }
 """The dtypes of tensors that the kernels take."""
 
-# Launch parameters, tuned on an H200. A CHUNK is what one program takes, a BLOCK what it takes at once.
+# Launch parameters, tuned on an H200. A program takes a CHUNK, one BLOCK after another.
 CHUNK = 2**14
 SUM_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
 SCALE_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
@@ -101,8 +101,8 @@ def _row_of_program(table, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _aligned(address, DTYPE: tl.constexpr):
-    # A thread takes 16 bytes at a time if the compiler is told that it can. The hint is an attribute
-    # of an operation, here the cast, which must not be shared with code for other addresses.
+    # A thread takes 16 bytes at a time if the compiler is told that it can. The hint belongs to an
+    # operation, here the cast: it must not be shared with code for other addresses.
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -569,7 +569,9 @@ def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[Any]]) -> list[Pa
     """Send the tables of each dtype as one."""
     tables = {dtype: np.concatenate(tables) for dtype, tables in by_dtype.items()}
     return [
-        Part(dtype, _send(batch, table), len(table)) for dtype, table in tables.items() if len(table)
+        Part(dtype, _send(batch, table), len(table))
+        for dtype, table in tables.items()
+        if len(table)
     ]
 
 
@@ -648,7 +650,7 @@ class Launch(NamedTuple):
 
 
 _COMPILE_ERRORS = (TritonError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
-"""What Triton raises where it cannot compile: no C compiler, no cache, a launcher that is broken."""
+"""What Triton raises where it cannot compile: no C compiler, no cache, a broken launcher."""
 
 
 def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
@@ -855,7 +857,7 @@ def _rows_in_blocks(
 
 
 def scale(products: Products) -> Sequence[Any] | None:
-    """Return the products of plain dense tensors by a factor for each, or for each of their rows."""
+    """Return the products of plain dense tensors by a factor for each, or for each row."""
     arrays = products.arrays
     if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
         return None
