@@ -262,7 +262,7 @@ LEAVES = (2, 20, 148)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
 @pytest.mark.parametrize("name", RULES)
 def test_kernels(name: str, dtype: str) -> None:
-    """A step on an accelerator starts as many kernels as were recorded, for 2, 20 and 148 leaves."""
+    """A step on an accelerator starts as many kernels as were recorded, for each of `LEAVES`."""
     key = name if dtype == "float32" else f"{name}, {dtype}"
     judge("kernels", key, tuple(kernels(RULES[name], leaves, dtype) for leaves in LEAVES))
 

@@ -5,7 +5,7 @@ Everybody else asks `kernels_on` and takes PyTorch's own functions if the answer
 is imported at the first use on an accelerator, so never on a CPU.
 
 The environment variable ``UNICLIP_TRITON`` is read at each step. ``0`` turns the kernels off.
-``1`` also tries them where they are not tested: on AMD and Intel GPUs, with other versions of Triton,
+``1`` also tries them where they are not tested: AMD and Intel GPUs, other versions of Triton,
 and in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
