@@ -346,7 +346,7 @@ NETS = {
 
 
 def measure(function: Callable[[], Any], setup: Callable[[], Any], count: int = 7) -> str:
-    """Return the median time of the GPU, that of the host, both in µs, and the kernels of a call."""
+    """Return the median times of the GPU and of the host in µs, and the kernels of a call."""
     times = []
     for number in range(count + 2):
         setup()

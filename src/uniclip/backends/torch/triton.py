@@ -675,10 +675,11 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 @contextmanager
 def _on_device(device: Any) -> Iterator[None]:
     """Make a device the current one, on which Triton starts kernels."""
-    if INTERPRETED or device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+    is_current = device.type == "cuda" and torch._C._cuda_getDevice() == device.index
+    if INTERPRETED or is_current:
         yield
         return
-    with torch.cuda.device(device):
+    with getattr(torch, device.type).device(device):
         yield
 
 
