@@ -494,10 +494,8 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
         limits = cast(xp, xp.asarray(limits, dtype=norms.dtype) if number else limits, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = world.fast_values(plain, _hard)(norms, limits)
-        elif rule.curve is hard and plan.math.on_device:
-            factors = plain(
-                xp, norms, limits
-            )  # half as many kernels, and no derivative is computed
+        elif rule.curve is hard and plan.math.on_device and plain is _divide_by_larger:
+            factors = plain(xp, norms, limits)  # in half as many kernels
         else:
             factors = _ask_curve(rule, plan, norms, limits) + fault
             if not (number or rule.curve is hard):  # which turns NaN into NaN itself

@@ -675,8 +675,7 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 @contextmanager
 def _on_device(device: Any) -> Iterator[None]:
     """Make a device the current one, on which Triton starts kernels."""
-    is_current = device.type == "cuda" and torch._C._cuda_getDevice() == device.index
-    if INTERPRETED or is_current:
+    if INTERPRETED or (device.type == "cuda" and torch._C._cuda_getDevice() == device.index):
         yield
         return
     with getattr(torch, device.type).device(device):
