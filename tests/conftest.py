@@ -28,8 +28,8 @@ ADAPTERS = ("keras", "optax", "trainers")
 Lightning with Accelerate and Hugging Face.
 """
 APART = ("types", "libraries", "triton")
-"""What is not among all: types; libraries that clip inside, Stable-Baselines3, TRL and timm; kernels
-in Triton's interpreter, in no process with TensorFlow.
+"""What is not among all: types; libraries that clip inside, Stable-Baselines3, TRL and timm;
+kernels in Triton's interpreter, in no process with TensorFlow.
 """
 NEEDS = {
     "typed/test_types.py": {"types"},  # with the frameworks installed, mypy takes minutes

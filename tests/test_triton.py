@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # which notes the attributes of tensors, before they are patched
-import triton.runtime.interpreter as interpreter
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 import uniclip as uc
 from kit.devices import elsewhere
@@ -121,6 +121,29 @@ def test_rules(started: list[str], name: str, dtype: str, in_place: bool) -> Non
         np.testing.assert_allclose(leaf.double().numpy(), wanted, rtol=tolerance, atol=bound)
 
 
+WITHOUT_KERNEL = {
+    "alias", "as_strided", "broadcast_to", "concat", "detach", "empty", "empty_like", "expand",
+    "lift_fresh", "new_empty", "reshape", "resolve_conj", "resolve_neg", "result_type", "select",
+    "slice", "split", "split_with_sizes", "to", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+"""Operations that only make views or memory, or call others, which are counted."""
+
+
+def starts_kernel(event: Any) -> bool:
+    """Return whether an event of the profiler is an operation that an accelerator runs."""
+    if not event.name.startswith("aten::") or event.name[6:] in WITHOUT_KERNEL:
+        return False
+    parent = event.cpu_parent
+    while parent is not None:
+        # What an operation, or the interpreter of a kernel, does inside.
+        if parent.name == "kernel" or (
+            parent.name.startswith("aten::") and parent.name[6:] not in WITHOUT_KERNEL
+        ):
+            return False
+        parent = parent.cpu_parent
+    return True
+
+
 def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
     """Return how many kernels of Triton, and of PyTorch, a step in place starts."""
     grads, params = ([torch.ones(8, 4 + number % 10) for number in range(leaves)] for _ in range(2))
@@ -132,35 +155,21 @@ def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             step(grads, state)
 
-    views = ("detach", "expand", "view", "unbind", "split", "select", "slice", "reshape", "alias")
-    makers = ("empty", "scalar_tensor", "result_type", "resolve", "lift", "_to_copy", "to")
-
-    def counts(event: Any) -> bool:
-        name = event.name.removeprefix("aten::")
-        if not event.name.startswith("aten::") or name.startswith((*views, *makers, "unsqueeze")):
-            return False
-        parent = event.cpu_parent
-        while parent is not None:
-            if parent.name.startswith(("aten::", "kernel")):
-                return False
-            parent = parent.cpu_parent
-        return True
-
-    return len(started), len([event for event in profiled.events() if counts(event)])
+    return len(started), len([event for event in profiled.events() if starts_kernel(event)])
 
 
 @pytest.mark.parametrize(
     ("name", "most"),
     {
-        "global": (3, 2),
-        "skip": (3, 20),
-        "norm": (3, 12),
+        "global": (3, 0),
+        "skip": (3, 15),
+        "norm": (2, 9),
         "value": (1, 0),
-        "agc": (5, 30),
-        "rows": (3, 20),
-        "zclip": (3, 60),
-        "adagc": (3, 70),
-        "rms": (3, 15),
+        "agc": (3, 19),
+        "rows": (2, 10),
+        "zclip": (3, 55),
+        "adagc": (2, 56),
+        "rms": (2, 10),
     }.items(),
 )
 def test_launches(started: list[str], name: str, most: tuple[int, int]) -> None:
@@ -276,7 +285,7 @@ def test_same_bits(started: list[str]) -> None:
 
 
 def test_new_addresses(started: list[str]) -> None:
-    """Steps whose gradients are elsewhere each time are right, and what is remembered is bounded."""
+    """Steps with new addresses each time are right, and what is remembered is bounded."""
     kept = []
 
     def tables() -> int:
@@ -365,7 +374,7 @@ def test_turned_off(started: list[str]) -> None:
 
 
 def run(program: str, **environment: str) -> str:
-    """Run a program in a process of its own, which knows nothing of Triton yet. Return its output."""
+    """Run a program in a process of its own, without Triton so far. Return its output."""
     others = {
         key: value
         for key, value in os.environ.items()
@@ -403,7 +412,7 @@ assert abs(float(leaf.norm()) - 1) < 1e-6
 
 
 def test_where_they_are_used() -> None:
-    """Triton is imported for GPUs of NVIDIA from Volta on. It warns once if it does not work there."""
+    """Triton is imported for GPUs of NVIDIA from Volta on, with one warning if it fails."""
     run(
         """
 import os, warnings, torch, uniclip as uc
@@ -430,7 +439,8 @@ with warnings.catch_warnings(record=True) as seen:
     assert loaded((7, 0))  # and there is no GPU to compile for
     assert loaded((7, 5))
     assert loaded((9, 4), hip="6.4", wish="1")
-assert [str(x.message)[:48] for x in seen] == ["uniclip's Triton kernels cannot be used on Devic"], seen
+assert len(seen) == 1, seen
+assert "Triton kernels cannot be used" in str(seen[0].message)
 assert "UNICLIP_TRITON=0" in str(seen[0].message)
 """
     )
@@ -440,8 +450,7 @@ def test_untested_version() -> None:
     """A version of Triton that was not tested is used only if it is asked for."""
     run(
         """
-import os, torch, uniclip as uc
-os.environ["TRITON_CACHE_DIR"] = "/dev/null/none"
+import torch, uniclip as uc
 import triton
 from kit.devices import Device, as_nvidia
 triton.__version__ = "99.0.0"

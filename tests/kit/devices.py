@@ -73,7 +73,7 @@ def by_numpy(kind: type) -> Iterator[None]:
 
 @contextmanager
 def elsewhere(device: Device = Device()) -> Iterator[None]:  # noqa: B008 - it never changes
-    """Let every tensor of PyTorch say that it is on an accelerator, and refuse reads by the host."""
+    """Let every tensor of PyTorch say that it is on an accelerator; refuse reads by the host."""
     import torch
 
     move = torch.Tensor.to

@@ -262,7 +262,8 @@ def _join_sums(
         return plan.joins.rows(trees, terms, packet)
     rows = []
     for tree, added in zip(trees, terms, strict=True):
-        rows += plan.join_blocks(plan.math.sums(tree, added))
+        of_tree = plan.math.sums(tree, added)
+        rows += of_tree if plan.shapes is None else plan.join_blocks(of_tree)
     return rows, packet
 
 

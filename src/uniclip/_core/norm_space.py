@@ -46,6 +46,8 @@ class Arithmetic:
         """Whether the step is compiled or transformed: there are no values,
         and nothing is remembered.
         """
+        self.on_device = mode == LIBRARY
+        """Whether an accelerator has the values, and starts a kernel for each operation."""
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
         self.device = kinds.device if given.first is None else library.device(given.first)

@@ -22,7 +22,7 @@ from uniclip._errors import check, short, stable
 from uniclip._types import Path
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import LIBRARY, TRACED, Axes
+from uniclip.backends.base import TRACED, Axes
 from uniclip.scopes import Scope, everything
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class Plan:
         """
         self.shapes = self._shapes(rule, given)
         """The shapes of the blocks, if their norms are one vector between sums and products."""
+        self.norm_blocks = self._joined_blocks()
+        """The blocks of norms between sums and products."""
         # Parts without a reduction are refused.
         if join is None and self.math.compiled and scope.axes is None:
             present = kinds.present
@@ -205,7 +207,7 @@ class Plan:
         An accelerator then runs each operation on norms once, not for each block. Its host would
         otherwise start hundreds of kernels for the rows of a large model.
         """
-        if self.math.mode != LIBRARY or len(self.blocks) < 2 or self.joins is not None:
+        if not self.math.on_device or len(self.blocks) < 2 or self.joins is not None:
             return None
         if not (rule.limit.elementwise and rule.elementwise_curve) or rule.memory:
             return None
@@ -228,16 +230,15 @@ class Plan:
         # Norms of single entries would take as much memory as the gradients.
         return shapes if norms * _ENTRIES_OF_NORM <= entries else None
 
-    @property
-    def norm_blocks(self) -> list[Block]:
-        """The blocks of norms between sums and products."""
+    def _joined_blocks(self) -> list[Block]:
+        """Return the blocks of norms between sums and products: one if they are one vector."""
         if self.shapes is None:
             return self.blocks
         groups = [group for block in self.blocks for group in block.groups]
         return [Block(tuple(groups), tuple([n for block in self.blocks for n in block.labels]))]
 
     def join_blocks(self, blocks: Sequence[Any]) -> list[Any]:
-        """Return an array for each block of norms as one vector of all, where that is wanted."""
+        """Return an array for each block of norms as one vector of all; see `shapes`."""
         if self.shapes is None:
             return list(blocks)
         xp = np if isinstance(blocks[0], np.ndarray) else self.math.xp
@@ -265,6 +266,7 @@ class Plan:
         """Return the plan for a limit that has the shape of the norms of a leaf."""
         plan = copy.copy(self)
         plan.shapes = None
+        plan.norm_blocks = plan.blocks
         return plan
 
     def _kept_axes(self, given: Opened, group: Sequence[int]) -> int | None:

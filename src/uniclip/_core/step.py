@@ -214,8 +214,9 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
-    norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
-    thresholds = thresholds and plan.split_blocks(thresholds)
+    if plan.shapes is not None:
+        norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
+        thresholds = thresholds and plan.split_blocks(thresholds)
     values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
     return Decision(rule, given, plan, values, new)
 
@@ -514,6 +515,8 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
         limits = cast(xp, xp.asarray(limits, dtype=norms.dtype) if number else limits, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = world.fast_values(plain, _hard)(norms, limits)
+        elif rule.curve is hard and plan.math.on_device and plain is _divide_by_larger:
+            factors = plain(xp, norms, limits)  # in half as many kernels
         else:
             factors = _ask_curve(rule, plan, norms, limits) + fault
             if not (number or rule.curve is hard):  # which turns NaN into NaN itself

@@ -273,8 +273,9 @@ class Limit:
 
     With ``"loss"`` every process takes part in averaging the losses."""
     elementwise: ClassVar[bool] = False
-    """Whether each limit depends on its own norm, parameter and size alone, whatever the shape of the
-    norms: they may come as one vector then, which takes less time on an accelerator."""
+    """Whether each limit depends on its own norm, parameter and size alone.
+
+    Norms of any shape may come as one vector then, which takes less time on an accelerator."""
     groups: ClassVar[Sequence[Any]] = ()
     """The labels of groups that it names itself, which have a norm in every process."""
 

@@ -33,6 +33,7 @@ from uniclip.backends.base import (
     in_groups,
     power_sum,
     row_slices,
+    same,
     stack_terms,
     unchanged,
 )
@@ -43,7 +44,6 @@ from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
     are_apart,
     bound,
-    by_dtype,
     in_order,
     lane,
     move,
@@ -139,25 +139,21 @@ _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 
 
 def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
-    """Return factors as ``torch._foreach_mul`` takes them,
-    a single one if all arrays have the same.
-    """
+    """Return numbers, or arrays, as ``torch._foreach_mul`` takes them: one if all are the same."""
     first = factors[0]
     if isinstance(first, torch.Tensor):
-        same = all([factor is first for factor in factors]) and not first.ndim
-        return first if same else list(factors)
-    same, kinds = factors.count(first) == len(factors), {array.dtype for array in arrays}
-    if not _HALVES.isdisjoint(kinds):  # for which numbers are narrowed first
-        kinds = {torch.float64}
-    elif not (len(kinds) == 1 and kinds <= REAL and all([array.is_cpu for array in arrays])):
-        return first if same else list(factors)
+        return list(factors)
+    is_same = factors.count(first) == len(factors)
+    dtypes = {array.dtype for array in arrays}
+    if not _HALVES.isdisjoint(dtypes):  # for which numbers are narrowed first
+        dtypes = {torch.float64}
+    elif not (len(dtypes) == 1 and dtypes <= REAL and all([array.is_cpu for array in arrays])):
+        return first if is_same else list(factors)
     # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
-    wide = (
-        torch.scalar_tensor(first, dtype=kinds.pop(), device=_CPU)
-        if same
-        else torch.tensor(factors, dtype=kinds.pop(), device=_CPU)
-    )
-    return wide if same else list(wide.unbind())
+    dtype = dtypes.pop()
+    if is_same:
+        return torch.scalar_tensor(first, dtype=dtype, device=_CPU)
+    return list(torch.tensor(factors, dtype=dtype, device=_CPU).unbind())
 
 
 _BITS = {
@@ -169,31 +165,73 @@ _BITS = {
 """Integers of the same size."""
 
 
-def _grouped(arrays: list[torch.Tensor], by: Any) -> list[tuple[list[torch.Tensor], Any]]:
-    """Return arrays and their factors by dtype; PyTorch takes one by one those of several."""
-    if not isinstance(by, torch.Tensor):
-        return [(arrays, by)]
-    return [(group, by) for group in by_dtype(arrays).values()]
+def _alike(arrays: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the numbers of arrays that PyTorch's functions of lists take in one launch.
+
+    One array of another device or dtype, or with gaps, would cost a launch for each of a list.
+    """
+    numbers: dict[Any, list[int]] = {}
+    for number, array in enumerate(arrays):
+        dense = array.is_contiguous() or in_order(array).is_contiguous()
+        numbers.setdefault((array.device, array.dtype, dense), []).append(number)
+    return list(numbers.values())
+
+
+def _multiply_groups(
+    arrays: list[torch.Tensor], factors: Sequence[torch.Tensor], *, in_place: bool, zero: bool
+) -> list[torch.Tensor] | None:
+    """Return products by 0-d factors, or by those of each entry, in few launches.
+
+    If ``zero``, the product by 0 is 0 also for NaN. ``None`` for dtypes without bits to multiply.
+    """
+    if zero and not all([array.dtype in _BITS for array in arrays]):
+        return None
+    products = list(arrays)
+    for numbers in _alike(arrays):
+        group = [arrays[number] for number in numbers]
+        of_group = [factors[number] for number in numbers]
+        by: Any = of_group
+        if same(of_group):
+            by = _factor_for(group[0], of_group[0])
+        change = in_place
+        if zero:
+            group = _without_faults(group, by, in_place=in_place)
+            change = True  # what was made here
+        if change:
+            torch._foreach_mul_(group, by)
+        else:
+            group = list(torch._foreach_mul(group, by))
+        for number, product in zip(numbers, group, strict=True):
+            # 0-d products get the dtype of a wider factor.
+            dtype = arrays[number].dtype
+            products[number] = product if product.dtype is dtype else product.to(dtype)
+    return products
+
+
+def _factor_for(array: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return a factor on the device of an array, and in its dtype where nothing is lost.
+
+    A 0-d factor of another dtype takes a launch for each array.
+    """
+    wider = torch.promote_types(array.dtype, factor.dtype) is array.dtype
+    return factor.to(array.device, array.dtype if wider else factor.dtype, non_blocking=True)
 
 
 def _without_faults(arrays: list[torch.Tensor], by: Any, *, in_place: bool) -> list[torch.Tensor]:
-    """Return arrays with 0 for all entries, whatever they are, where the factor is 0;
-    else as they are.
+    """Return arrays of one dtype with 0 for all entries, whatever they are, where the factor is 0.
+
+    Their bits are multiplied by 0 or 1, as integers.
     """
-    bits = [array.view(_BITS[array.dtype]) for array in arrays]
-    kept: dict[int, torch.Tensor] = {}
+    dtype = _BITS[arrays[0].dtype]
+    bits = [array.view(dtype) for array in arrays]
     if isinstance(by, torch.Tensor):
-        for dtype, group in by_dtype(bits).items():
-            made = (by != 0).to(dtype)
-            new = torch._foreach_mul_(group, made) if in_place else torch._foreach_mul(group, made)
-            kept.update(zip(map(id, group), group if in_place else new, strict=True))
-        new = [kept[id(array)] for array in bits]
+        flags: Any = (by != 0).to(dtype)
     else:
-        flags = [(factor != 0).to(array.dtype) for factor, array in zip(by, bits, strict=True)]
-        new = bits if in_place else torch._foreach_mul(bits, flags)
-        if in_place:
-            torch._foreach_mul_(bits, flags)
-    return arrays if in_place else [b.view(a.dtype) for a, b in zip(arrays, new, strict=True)]
+        flags = [(factor != 0).to(dtype) for factor in by]
+    if in_place:
+        torch._foreach_mul_(bits, flags)
+        return arrays
+    return [new.view(arrays[0].dtype) for new in torch._foreach_mul(bits, flags)]
 
 
 def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -245,8 +283,17 @@ def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
     """Return the sums of squares on an accelerator in float64,
     so that nothing overflows and needs a second pass.
     """
-    narrow = arrays[0].device.type == "mps"  # has no float64
-    norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)
+    home = arrays[0].device
+    norms: list[Any] = [None] * len(arrays)
+    for numbers in _alike(arrays):
+        group = [arrays[number] for number in numbers]
+        device = group[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+        found = torch._foreach_norm(group, 2, dtype=dtype)
+        if device != home:
+            found = torch.stack(found).to(home, non_blocking=True).unbind()
+        for number, norm in zip(numbers, found, strict=True):
+            norms[number] = norm
     if len(lengths) == 1:
         norms = torch.stack(norms)
         return torch.dot(norms, norms).unsqueeze(0)
@@ -452,25 +499,16 @@ class _Torch(dtensor.Distributed):
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
             return sums_here(self, terms)
-        arrays, first = terms.arrays, terms.arrays[0]
-        kernels = (
-            kernels_on(first.device)
-            if mode == LIBRARY and terms.p == 2 and terms.units is None
-            else None
-        )
+        arrays = terms.arrays
+        squares = mode == LIBRARY and terms.p == 2 and terms.units is None
+        if not squares or any([array.is_complex() for array in arrays]):
+            return super().sums(mode, terms)
+
+        kernels = kernels_on(arrays[0].device)
         rows: list[Array] | None = None if kernels is None else kernels.sums(self, terms)
         if rows is not None:
             return rows
-        if (
-            mode != LIBRARY
-            or terms.p != 2
-            or terms.units is not None
-            or any([array.is_complex() for array in arrays])
-        ):
-            return super().sums(mode, terms)
-        if terms.whole and all(
-            [array.dtype is first.dtype and array.device == first.device for array in arrays]
-        ):
+        if terms.whole:
             return terms.in_blocks(squares_elsewhere(arrays, terms.counts))
         if terms.axes and all(terms.axes) and self.facts(arrays).double:
             return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
@@ -512,20 +550,16 @@ class _Torch(dtensor.Distributed):
             in_place and any([array.is_neg() or array.is_conj() for array in arrays])
         ):
             return None
+        if not numbers:
+            return _multiply_groups(arrays, ready, in_place=in_place, zero=zero)
         by = _operands(arrays, ready)
-        if zero and not numbers:  # by 0 if NaN may be multiplied: bits by 0
-            if not all([array.dtype in _BITS for array in arrays]):
-                return None
-            arrays = _without_faults(arrays, by, in_place=in_place)
-            in_place = True
         if not in_place:
             new = torch._foreach_mul(arrays, by)
             # 0-d ones now have the dtype of the factor.
             return [
                 a if a.dtype is b.dtype else a.to(b.dtype) for a, b in zip(new, arrays, strict=True)
             ]
-        for group, factors_of_group in _grouped(arrays, by):
-            torch._foreach_mul_(group, factors_of_group)  # nothing here records a derivative
+        torch._foreach_mul_(arrays, by)  # nothing here records a derivative
         return arrays
 
     def _numbers_for(self, arrays: list[Array], factors: Sequence[Any]) -> Sequence[Any] | None:
@@ -545,8 +579,10 @@ class _Torch(dtensor.Distributed):
     def _tensors_for(arrays: list[Array], factors: Sequence[Any]) -> Sequence[Any] | None:
         """Return factors that are tensors, if one operation takes all."""
         pairs = list(zip(factors, arrays, strict=True))
-        apart = len({array.device for pair in pairs for array in pair}) > 1
-        if apart or tracing() or any([is_recorded(array) for pair in pairs for array in pair]):
+        if tracing() or any([is_recorded(array) for pair in pairs for array in pair]):
+            return None
+        # A factor for each leaf is on its device already. One for all is sent to each of them.
+        if not same(factors) and any([f.device != array.device for f, array in pairs]):
             return None
         return (
             None if any([f.ndim and f.dtype is not array.dtype for f, array in pairs]) else factors

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Decide where the Triton kernels run. The kernels themselves are in `uniclip.backends.torch.triton`.
+"""Decide where the Triton kernels of `uniclip.backends.torch.triton` run.
 
 Everybody else asks `kernels_on` and takes PyTorch's own functions if the answer is ``None``. Triton
 is imported at the first use on an accelerator, so never on a CPU.
 
 The environment variable ``UNICLIP_TRITON`` is read at each step. ``0`` turns the kernels off.
-``1`` also tries them on devices and versions on which they are not tested: AMD and Intel GPUs, other
-versions of Triton, and Triton's interpreter (``TRITON_INTERPRET=1``).
+``1`` also tries them where they are not tested: AMD and Intel GPUs, other versions of Triton,
+and in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def kernels_on(device: Any) -> ModuleType | None:
     decision: Any = _decisions.get((device, wish), _UNDECIDED)
     if decision is _UNDECIDED:
         decision = _load(device, asked=wish == "1")
-        _decisions[device, wish] = decision
+        with _lock:
+            if device in _failures:  # of another thread, meanwhile
+                decision = None
+            _decisions[device, wish] = decision
     return decision
 
 
@@ -90,13 +93,13 @@ def _load(device: Any, *, asked: bool) -> ModuleType | None:
         return None
     try:
         version = importlib.import_module("triton").__version__
+        if tuple(map(int, version.split(".")[:2])) not in _VERSIONS and not asked:
+            _LOG.info("Triton %s is not tested: PyTorch's own functions are used", version)
+            return None
+        return importlib.import_module("uniclip.backends.torch.triton")
     except (ImportError, OSError) as error:  # installed, and broken
         give_up(device, error)
         return None
-    if tuple(map(int, version.split(".")[:2])) not in _VERSIONS and not asked:
-        _LOG.info("Triton %s is not tested: PyTorch's own functions are used", version)
-        return None
-    return importlib.import_module("uniclip.backends.torch.triton")
 
 
 def _is_supported(device: Any, *, asked: bool) -> bool:

@@ -10,15 +10,15 @@ Read it in this order:
 
 1. **Kernels.** Sums of squares (of chunks of tensors, of short rows), norm and factor, products,
    bounds. Sums are float64 and in a fixed order: no square is out of range, and the same input has
-   the same bits. Nothing is written where nothing changes: a product by 1 in place returns before it
-   reads its tensor.
-2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory. Both
-   are sent to the device without a wait, and cached.
+   the same bits. Nothing is written where nothing changes: a product by 1 in place returns before
+   it reads its tensor.
+2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory.
+   Both are sent to the device without a wait, and cached.
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
    that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
    PyTorch's own functions.
-4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for tensors
-   that it does not take, before anything is written.
+4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for
+   tensors that it does not take, before anything is written.
 
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
@@ -53,7 +53,7 @@ DTYPES = {
 }
 """The dtypes of tensors that the kernels take."""
 
-# Launch parameters, tuned on an H200. A CHUNK is what one program takes, a BLOCK what it takes at once.
+# Launch parameters, tuned on an H200. A program takes a CHUNK, one BLOCK after another.
 CHUNK = 2**14
 SUM_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
 SCALE_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
@@ -100,10 +100,16 @@ def _row_of_program(table, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _address(addresses, leaf, start, DTYPE: tl.constexpr):
-    # The address of an entry, as an integer. Its alignment decides how the entries are loaded: a
-    # thread takes 16 bytes at a time if the compiler is told that a pointer is a multiple of 16.
-    return (tl.load(addresses + leaf).to(tl.pointer_type(DTYPE)) + start).to(tl.int64)
+def _aligned(address, DTYPE: tl.constexpr):
+    # A thread takes 16 bytes at a time if the compiler is told that it can. The hint belongs to an
+    # operation, here the cast: it must not be shared with code for other addresses.
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def _times_16(number):
+    # The compiler finds out by itself that the result is a multiple of 16.
+    return number // 16 * 16
 
 
 @triton.jit
@@ -128,12 +134,13 @@ def sum_chunks(
     row = _row_of_program(table, COLUMNS_OF_TABLE)
     start = tl.load(row + START)
     length = tl.load(row + STOP) - start
-    address = _address(addresses, tl.load(row + LEAF), start, DTYPE)
-    chunk = address.to(tl.pointer_type(DTYPE))
+    address = tl.load(addresses + tl.load(row + LEAF))
 
-    if (length == CHUNK) & (address % 16 == 0):
-        total = _sum_chunk(tl.multiple_of(chunk, 16), length, True, CHUNK, BLOCK)
+    if (length == CHUNK) & ((address | start) % 16 == 0):
+        chunk = _aligned(address, DTYPE) + _times_16(start)
+        total = _sum_chunk(chunk, length, True, CHUNK, BLOCK)
     else:
+        chunk = address.to(tl.pointer_type(DTYPE)) + start
         total = _sum_chunk(chunk, length, False, CHUNK, BLOCK)
     tl.store(partial_sums + tl.load(row + SUM), total)
 
@@ -160,13 +167,12 @@ def sum_rows(
     width = tl.load(tile + WIDTH)
     rows = tl.load(tile + FIRST_ROW) + tl.arange(0, ROWS)
     address = tl.load(addresses + tl.load(tile + LEAF))
-    leaf = address.to(tl.pointer_type(DTYPE))
 
-    if (width % 16 == 0) & (address % 16 == 0):
-        total = _sum_rows(
-            tl.multiple_of(leaf, 16), rows, height, tl.multiple_of(width, 16), ROWS, COLUMNS
-        )
+    if (address | width) % 16 == 0:
+        leaf = _aligned(address, DTYPE)
+        total = _sum_rows(leaf, rows, height, _times_16(width), ROWS, COLUMNS)
     else:
+        leaf = address.to(tl.pointer_type(DTYPE))
         total = _sum_rows(leaf, rows, height, width, ROWS, COLUMNS)
     tl.store(sums + tl.load(tile + FIRST_NORM) + rows, total, mask=rows < height)
 
@@ -190,18 +196,18 @@ def join_sums(norms, partial_sums, sums, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["partial_sums", "count", "limit", "factor_and_norm"])
 def find_factor(partial_sums, count, limit, factor_and_norm, BLOCK: tl.constexpr):
-    """Store the factor limit / max(norm, limit) and the norm of all partial sums."""
+    """Store the factor min(1, limit / norm) and the norm of all partial sums."""
     norm = tl.sqrt(_add_up(partial_sums, 0, count, BLOCK)).to(tl.float32)
-    # Rounded division, which is exactly 1 within the limit. A plain one is an approximation.
-    factor = tl.div_rn(limit, tl.maximum(norm, limit))
-    # NaN if the norm is not finite: max() may have dropped a NaN.
-    tl.store(factor_and_norm, factor + (norm - norm))
+    # div_rn rounds as PyTorch does. A plain division is an approximation.
+    factor = tl.where(norm <= limit, 1.0, tl.div_rn(limit, norm))
+    tl.store(factor_and_norm, factor + (norm - norm))  # NaN if the norm is ∞, too
     tl.store(factor_and_norm + 1, norm)
 
 
 @triton.jit
 def _multiply(x, factor, ZERO: tl.constexpr):
-    product = x * factor
+    # The product by 1 may be another number: some versions of Triton flush subnormal ones to 0.
+    product = tl.where(factor == 1, x, x * factor)
     if ZERO:  # also NaN · 0
         product = tl.where(factor == 0, 0.0, product)
     return product
@@ -240,16 +246,16 @@ def scale_chunks(
         start = tl.load(row + START)
         length = tl.load(row + STOP) - start
         leaf = tl.load(row + LEAF)
-        address = _address(addresses, leaf, start, DTYPE)
-        out_address = _address(addresses + to_outputs, leaf, start, DTYPE)
-        chunk = address.to(tl.pointer_type(DTYPE))
-        out = out_address.to(tl.pointer_type(DTYPE))
+        address = tl.load(addresses + leaf)
+        out_address = tl.load(addresses + to_outputs + leaf)
 
-        if (length == CHUNK) & ((address | out_address) % 16 == 0):
-            chunk = tl.multiple_of(chunk, 16)
-            out = tl.multiple_of(out, 16)
+        if (length == CHUNK) & ((address | out_address | start) % 16 == 0):
+            chunk = _aligned(address, DTYPE) + _times_16(start)
+            out = _aligned(out_address, DTYPE) + _times_16(start)
             _scale_chunk(chunk, out, length, factor, ZERO, True, CHUNK, BLOCK)
         else:
+            chunk = address.to(tl.pointer_type(DTYPE)) + start
+            out = out_address.to(tl.pointer_type(DTYPE)) + start
             _scale_chunk(chunk, out, length, factor, ZERO, False, CHUNK, BLOCK)
 
 
@@ -285,15 +291,15 @@ def scale_rows(
         width = tl.load(tile + WIDTH)
         address = tl.load(addresses + leaf_number)
         out_address = tl.load(addresses + to_outputs + leaf_number)
-        leaf = address.to(tl.pointer_type(DTYPE))
-        out = out_address.to(tl.pointer_type(DTYPE))
 
-        if (width % 16 == 0) & ((address | out_address) % 16 == 0):
-            leaf = tl.multiple_of(leaf, 16)
-            out = tl.multiple_of(out, 16)
-            width = tl.multiple_of(width, 16)
+        if (address | out_address | width) % 16 == 0:
+            leaf = _aligned(address, DTYPE)
+            out = _aligned(out_address, DTYPE)
+            width = _times_16(width)
             _scale_rows(leaf, out, rows, height, width, factor, ZERO, ROWS, COLUMNS)
         else:
+            leaf = address.to(tl.pointer_type(DTYPE))
+            out = out_address.to(tl.pointer_type(DTYPE))
             _scale_rows(leaf, out, rows, height, width, factor, ZERO, ROWS, COLUMNS)
 
 
@@ -345,20 +351,20 @@ def bound_chunks(
     start = tl.load(row + START)
     length = tl.load(row + STOP) - start
     leaf = tl.load(row + LEAF)
-    address = _address(addresses, leaf, start, DTYPE)
-    out_address = _address(addresses + to_outputs, leaf, start, DTYPE)
-    chunk = address.to(tl.pointer_type(DTYPE))
-    out = out_address.to(tl.pointer_type(DTYPE))
+    address = tl.load(addresses + leaf)
+    out_address = tl.load(addresses + to_outputs + leaf)
 
-    if (length == CHUNK) & ((address | out_address) % 16 == 0):
-        chunk = tl.multiple_of(chunk, 16)
-        out = tl.multiple_of(out, 16)
+    if (length == CHUNK) & ((address | out_address | start) % 16 == 0):
+        chunk = _aligned(address, DTYPE) + _times_16(start)
+        out = _aligned(out_address, DTYPE) + _times_16(start)
         write = to_outputs > 0
         if to_outputs == 0:
             write = _count_outside(chunk, length, low, high, True, CHUNK, BLOCK) > 0
         if write:
             _bound_chunk(chunk, out, length, low, high, True, CHUNK, BLOCK)
     else:
+        chunk = address.to(tl.pointer_type(DTYPE)) + start
+        out = out_address.to(tl.pointer_type(DTYPE)) + start
         write = to_outputs > 0
         if to_outputs == 0:
             write = _count_outside(chunk, length, low, high, False, CHUNK, BLOCK) > 0
@@ -563,7 +569,9 @@ def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[Any]]) -> list[Pa
     """Send the tables of each dtype as one."""
     tables = {dtype: np.concatenate(tables) for dtype, tables in by_dtype.items()}
     return [
-        Part(dtype, _send(batch, table), len(table)) for dtype, table in tables.items() if len(table)
+        Part(dtype, _send(batch, table), len(table))
+        for dtype, table in tables.items()
+        if len(table)
     ]
 
 
@@ -642,7 +650,7 @@ class Launch(NamedTuple):
 
 
 _COMPILE_ERRORS = (TritonError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
-"""What Triton raises where it cannot compile: no C compiler, no cache, a launcher that is broken."""
+"""What Triton raises where it cannot compile: no C compiler, no cache, a broken launcher."""
 
 
 def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
@@ -667,10 +675,10 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 @contextmanager
 def _on_device(device: Any) -> Iterator[None]:
     """Make a device the current one, on which Triton starts kernels."""
-    if INTERPRETED or device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+    if INTERPRETED or (device.type == "cuda" and torch._C._cuda_getDevice() == device.index):
         yield
         return
-    with torch.cuda.device(device):
+    with getattr(torch, device.type).device(device):
         yield
 
 
@@ -849,7 +857,7 @@ def _rows_in_blocks(
 
 
 def scale(products: Products) -> Sequence[Any] | None:
-    """Return the products of plain dense tensors by a factor for each, or for each of their rows."""
+    """Return the products of plain dense tensors by a factor for each, or for each row."""
     arrays = products.arrays
     if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
         return None
