@@ -41,7 +41,7 @@ class Decision(NamedTuple):
         """Return the clipped gradients, like those given."""
         given, numbers = self.given, self._changed()
         arrays = list(given.arrays)
-        products = self._products(
+        products = self._products_of(
             numbers, [arrays[number] for number in numbers], self.values.factors
         )
         with given.backend.quiet(given.first):
@@ -74,7 +74,9 @@ class Decision(NamedTuple):
             ]
         return changed
 
-    def _products(self, numbers: Sequence[int], arrays: list[Any], blocks: list[Any]) -> Products:
+    def _products_of(
+        self, numbers: Sequence[int], arrays: list[Any], blocks: list[Any]
+    ) -> Products:
         """Return the products of arrays in the places of leaves."""
         given, plan = self.given, self.plan
         return Products(
@@ -95,7 +97,7 @@ class Decision(NamedTuple):
         with backend.quiet(given.first):
             arrays = [given.arrays[number] for number in numbers]
             wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
-            products = self._products(
+            products = self._products_of(
                 numbers, wide, list(map(plan.math.to_library, self.values.factors))
             )
             leaves: list[Any] = [None] * len(given.leaves)

@@ -682,7 +682,7 @@ def _on_device(device: Any) -> Iterator[None]:
         yield
 
 
-def _change(
+def _run_changes(
     batch: Batch,
     rows: Rows,
     *,
@@ -769,7 +769,7 @@ def clip(
         ]
 
     rows = Rows(tuple([array.numel() for array in arrays]))
-    new = _change(batch, rows, in_place=in_place, launches=launches)
+    new = _run_changes(batch, rows, in_place=in_place, launches=launches)
     if new is None:
         return None
     factor, norm = factor_and_norm.unbind()
@@ -881,7 +881,7 @@ def scale(products: Products) -> Sequence[Any] | None:
         return _scale_launches(work, addresses, to_outputs, factors, zero=products.zero)
 
     rows = Rows(widths, heights, first_norms)
-    return _change(batch, rows, in_place=products.in_place, launches=launches)
+    return _run_changes(batch, rows, in_place=products.in_place, launches=launches)
 
 
 def _are_factors(blocks: Sequence[Any], batch: Batch) -> bool:
@@ -925,7 +925,7 @@ def bound(
         ]
 
     rows = Rows(tuple([array.numel() for array in arrays]))
-    return _change(batch, rows, in_place=in_place, launches=launches)
+    return _run_changes(batch, rows, in_place=in_place, launches=launches)
 
 
 def _as_rows(
