@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
@@ -628,18 +629,6 @@ def test_a_step_in_backward(rule: Any) -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_step_at_the_end_of_backward() -> None:
-    """Where all gradients are there the norm is known."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    handle = attach(optimizer, uc.by_global_norm(1.0))
-    engine = torch.autograd.Variable._execution_engine
-    hook = partial(engine.queue_callback, optimizer.step)
-    model.bias.register_hook(lambda _: hook())
-    model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    assert handle.report.norms.item() == pytest.approx(math.sqrt(26))
-
-
 def test_a_step_of_one_leaf_in_backward() -> None:
     """A norm for each leaf is known then."""
     w = torch.nn.Parameter(torch.zeros(2))
@@ -993,3 +982,31 @@ def test_a_refused_attach_changes_nothing() -> None:
     assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
     handle.remove()
     assert "step" not in vars(outer)
+
+
+class Container(Combined, Stateful):
+    """One that is also a ``Stateful`` of ``torch.distributed.checkpoint``, as torchtitan's is."""
+
+    def state_dict(self) -> Any:
+        return [one.state_dict() for one in self.optimizers]
+
+
+def test_another_base_class_of_pytorch() -> None:
+    """It is no optimizer of PyTorch's own, so those inside are watched."""
+    one, other = both()
+    outer = Container(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    with pytest.warns(UserWarning, match="handle.state_dict"):
+        attach(outer, uc.autoclip())
+    with pytest.raises(RuntimeError, match="outside of the step"):
+        outer.optimizers[0].step()
+
+
+def test_a_wrapper_that_waits_with_nan() -> None:
+    """A parameter that is NaN, and stays so, has not moved."""
+    w = five()
+    optimizer = Switches(SGD([w], lr=1.0))
+    optimizer.count = 1
+    w.data.fill_(math.nan)
+    attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.step()
+    assert optimizer.count == 2

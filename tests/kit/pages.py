@@ -110,10 +110,9 @@ def run_story(page: str, group: str) -> dict[str, Any]:
 
 
 def modules() -> list[str]:
-    """Return the names of all modules of uniclip."""
-    return sorted(
-        ["uniclip", *(found.name for found in pkgutil.walk_packages(uc.__path__, "uniclip."))]
-    )
+    """Return the names of all modules of uniclip but the kernels, which need Triton."""
+    names = [found.name for found in pkgutil.walk_packages(uc.__path__, "uniclip.")]
+    return sorted(["uniclip", *(name for name in names if not name.endswith(".triton"))])
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:

@@ -30,7 +30,8 @@ def _leave_between_graphs() -> None:
     # above, would break the graphs of programs that compile these functions themselves.
     for module in (optree.ops, _aliases):
         for function in vars(module).values():
-            if isinstance(function, FunctionType):
+            # Not what a module has only imported, such as `functools.wraps`.
+            if isinstance(function, FunctionType) and function.__module__ != "functools":
                 skip_code(function.__code__)
 
 

@@ -546,7 +546,7 @@ class Attached:
         if closure is None and "closure" in kwargs and self._makes_state(self._stepped.groups()):
             return None
         self._refuse_others_inside()
-        self._refuse_in_backward(kwargs)
+        self._refuse_in_backward()
         self._warn()
         if "grad_scaler" in kwargs:
             msg = (
@@ -577,7 +577,7 @@ class Attached:
         if torch.compiler.is_dynamo_compiling():
             _outside(self._before_inner, optimizer, args, kwargs)
             return
-        caller = find_caller(self.optimizer)
+        caller = find_caller(self.optimizer, self._wrapper)
         if self._taken is not None and isinstance(caller, torch.amp.GradScaler):
             self._refuse_scaled_inside(optimizer)
         # A step that failed, and that no wrapper saw, has not come to its end.
@@ -644,7 +644,7 @@ class Attached:
             )
             raise RuntimeError(msg)
 
-    def _refuse_in_backward(self, kwargs: dict[str, Any]) -> None:
+    def _refuse_in_backward(self) -> None:
         """Refuse a step during backward, where other gradients are not there yet, if the rule
         needs them.
 
@@ -654,13 +654,6 @@ class Attached:
             If a norm or a limit of the rule depends on several leaves.
         """
         if not self._spans_leaves or _backward_number() == -1:
-            return
-
-        # In a callback at the end of a backward pass, or in a pass of its own inside of one, an
-        # optimizer has all its gradients. One for each parameter knows no others.
-        waited_for = [p for p in self._params() if p.requires_grad]
-        complete = len(waited_for) > 1 and all([p.grad is not None for p in waited_for])
-        if complete and "param" not in kwargs:
             return
         msg = (
             f"{type(self.optimizer).__qualname__} took a step during backward, and a norm of "
@@ -887,9 +880,9 @@ class Attached:
                 continue
             msg = (
                 f"{type(self.optimizer).__qualname__} took a step without the "
-                f"{type(one).__qualname__} inside, whose parameters have gradients: they were "
-                "clipped, and would be again together with what is added to them; call "
-                "zero_grad() first, or attach a rule to each of the optimizers inside"
+                f"{type(one).__qualname__} inside, whose parameters have gradients: these are "
+                "clipped already, and the next step would clip them again; call zero_grad() "
+                "first, or attach a rule to each of the optimizers inside"
             )
             raise RuntimeError(msg)
 
@@ -959,7 +952,11 @@ class Attached:
             if len(numbered) == len(paths):
                 refuse_names(self.rule, paths, leaves)
             refuse_one_answer_in(self.rule, *([], []) if some else (paths, leaves))
-        except (AttributeError, TypeError) as error:  # as of a number that is taken for a name
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+        ) as error:  # as of a number that is taken for a name
             where, fix = f"{paths[0]}, of group and name", ""
             if numbered:
                 where = f"{numbered[0]}, of group and number"

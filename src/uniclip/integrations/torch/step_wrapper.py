@@ -19,7 +19,8 @@ class SkippedStep(BaseException):
 
     `StepWrapper` catches it.
 
-    Like ``GeneratorExit`` it is not an error, and no handler of errors may hold it back.
+    It is not an error. It derives from ``BaseException`` so that ``except Exception`` does not
+    catch it.
     """
 
     def __init__(self, loss: Any) -> None:
@@ -32,7 +33,8 @@ class StepWrapper:
 
     Hooks run inside of a step and cannot stop it, run once more in a class that calls
     ``super().step()``, and do not run at all in an object that is no ``torch.optim.Optimizer``.
-    Where both are there, hooks act if something calls the step that the wrapper has replaced.
+    With both installed, the hooks cover calls that bypass the wrapper, through a reference to the
+    old step.
 
     Parameters
     ----------
@@ -104,7 +106,7 @@ class StepWrapper:
             result = step(*args, **kwargs)
             self._after()
         except SkippedStep as skipped:
-            # A scheduler that wrapped the step before, and would warn that none was taken.
+            # A scheduler would warn that no step came before its own, so set its flag.
             if hasattr(step, "_wrapped_by_lr_sched"):
                 self._optimizer._opt_called = True  # noqa: SLF001 - the mark of PyTorch's schedulers
             return skipped.loss
@@ -116,17 +118,17 @@ class StepWrapper:
                 self._end()
 
 
-def find_caller(outer: Any) -> Any:
+def find_caller(outer: Any, wrapper: StepWrapper | None) -> Any:
     """Return what steps an optimizer inside of ``outer``: a ``GradScaler``, or ``outer`` itself.
 
-    ``None`` outside of a step of ``outer``.
+    ``None`` if neither ``outer`` nor its wrapper is on the stack.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as the inspect module does
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.amp.GradScaler):
             return caller
-        if caller is outer or isinstance(caller, StepWrapper):
+        if caller is outer or (wrapper is not None and caller is wrapper):
             return outer
         frame = frame.f_back
     return None

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 _OF_OPTIMIZERS = {"state", "param_groups", "defaults"}
-"""What optimizers of PyTorch have, which holds tensors and numbers."""
+"""Attributes of every ``torch.optim.Optimizer``. They hold tensors and numbers, so they are not
+searched.
+"""
 _DEPTH = 3
 """How deep containers may lie in each other, as in a list of pairs of a name and an optimizer."""
 _SAMPLE = 16
@@ -45,7 +47,8 @@ class Stepped:
     def has_changed(self) -> bool:
         """Return whether there is an optimizer inside that was not there before."""
         known = {id(one) for one in self._held}
-        return any(id(one) not in known for one in _all_held_by(self.outer, set()))
+        found = filter(has_hooks, _all_held_by(self.outer, set()))
+        return any(id(one) not in known for one in found)
 
     def saves_state(self) -> bool:
         """Return whether ``outer.state_dict()`` is PyTorch's own,
@@ -55,7 +58,8 @@ class Stepped:
         return own and type(self.outer).state_dict is torch.optim.Optimizer.state_dict
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups as they are now, each parameter once.
+        """Return the parameter groups as they are now, each parameter once if there are optimizers
+        inside.
 
         A ``load_state_dict`` gives optimizers new groups, so those of the outer one may be copies
         by then.
@@ -102,7 +106,9 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 class Snapshot:
-    """What tells whether parameters have moved since, without a copy of them."""
+    """Detect later changes of parameters by version counters, addresses and a few elements, without
+    a copy of them all.
+    """
 
     def __init__(self, params: list[Any]) -> None:
         self._marks = _marks_of(params)
@@ -114,7 +120,7 @@ class Snapshot:
         """Return whether the parameters have moved; this reads values."""
         if self._marks != _marks_of(params):
             return True
-        return any(not torch.equal(_first_elements(p), sample) for p, sample in self._samples)
+        return any(_differs(_first_elements(p), sample) for p, sample in self._samples)
 
 
 def _marks_of(params: list[Any]) -> list[tuple[int, int]]:
@@ -123,9 +129,17 @@ def _marks_of(params: list[Any]) -> list[tuple[int, int]]:
     return [(p._version, p.data_ptr() if _is_plain(p) else 0) for p in params]  # noqa: SLF001
 
 
+def _differs(now: Any, before: Any) -> bool:
+    """Return whether elements have changed; NaN that stays is no change."""
+    same = (now == before) | ((now != now) & (before != before))  # noqa: PLR0124 - NaN
+    return not bool(same.all())
+
+
 def _is_plain(p: Any) -> bool:
-    """Return whether a parameter has memory of its own, as no distributed one has."""
-    return type(p) is torch.nn.Parameter and not p.is_meta
+    """Return whether a parameter has values in memory of its own: no subclass such as DTensor, and
+    not on ``meta``.
+    """
+    return type(p) in {torch.nn.Parameter, torch.Tensor} and not p.is_meta
 
 
 def _first_elements(p: Any) -> Any:
@@ -150,9 +164,12 @@ def _resolve(outer: Any, path: set[int]) -> Stepped:
     for one in _held_by(outer):
         if id(one) not in path:
             stepped = _resolve(one, path | {id(one)})
-            found[id(stepped.outer)] = stepped
+            known = found.setdefault(id(stepped.outer), stepped)
+            if known is not stepped:
+                known.wrappers += stepped.wrappers
 
-    # What has no hooks may be a helper, such as a scheduler. The outer object steps its parameters.
+    # Ignore an object without hooks whose parameters all belong to the outer object: it may be a
+    # scheduler, not an optimizer.
     own = parameter_ids([outer])
     for stepped in list(found.values()):
         hooked = stepped.inner or has_hooks(stepped.outer)
@@ -246,5 +263,6 @@ def _is_of_pytorch(optimizer: Any) -> bool:
     """Return whether an optimizer is, or inherits from, one of PyTorch's own, whose ``step()``
     takes all steps.
     """
-    bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}
-    return any(base.__module__.startswith("torch.") for base in bases)
+    bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer}
+    kinds = [base for base in bases if issubclass(base, torch.optim.Optimizer)]
+    return any(base.__module__.startswith("torch.") for base in kinds)
