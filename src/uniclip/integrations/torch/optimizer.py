@@ -138,14 +138,14 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     ------
     TypeError
         If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module
-        nor pairs.
+        nor pairs; if a mask or label in the rule looks for names that the parameters do not have.
     ValueError
         If the optimizer already has a rule, or is differentiable; if ``names`` has none of its
-        parameters, or a mask or label in the rule looks for names that they do not have. With
-        several processes, if the parameters are those of ``FullyShardedDataParallel`` (FSDP1)
-        without ``all_reduce``, or if ``all_reduce`` would join norms of leaves without names. At
-        the first step, if the processes have different rules, or leaves that are neither parts of
-        the same leaves nor distinct.
+        parameters, or a mask or label in the rule says the same of all of them. With several
+        processes, if the parameters are those of ``FullyShardedDataParallel`` (FSDP1) without
+        ``all_reduce``, or if ``all_reduce`` would join norms of leaves without names. At the first
+        step, if the processes have different rules, or leaves that are neither parts of the same
+        leaves nor distinct.
     RuntimeError
         At a step, if its gradients are not clipped, or not all of them: a closure that the
         optimizer does not call, a step during backward under a norm that spans several leaves, a
