@@ -673,7 +673,7 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 
 
 @contextmanager
-def _on_device(device: Any) -> Iterator[None]:
+def _current_device(device: Any) -> Iterator[None]:
     """Make a device the current one, on which Triton starts kernels."""
     if INTERPRETED or (device.type == "cuda" and torch._C._cuda_getDevice() == device.index):
         yield
@@ -694,7 +694,7 @@ def _run_changes(
     ``launches`` makes them, given the work table, the addresses and where those of outputs begin.
     Returns ``None`` if not all is ready. Nothing is written then.
     """
-    with _on_device(batch.device):
+    with _current_device(batch.device):
         work = _work_of(batch, rows)
         if work is None:
             return None
@@ -800,7 +800,7 @@ def sums(backend: Any, terms: Terms) -> list[Any] | None:
 
 def _run_sums(batch: Batch, rows: Rows, count: int) -> Any:
     """Return sums of squares, given how many norms there are; ``None`` if not all is ready."""
-    with _on_device(batch.device):
+    with _current_device(batch.device):
         work = _work_of(batch, rows)
         addresses = None if work is None else _send_addresses(batch, ())
         if work is None or addresses is None:
