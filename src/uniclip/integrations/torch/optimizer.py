@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from inspect import unwrap
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -86,6 +86,21 @@ as a dataclass has no hash.
 def _outside(hook: Callable[..., Any], *args: Any) -> Any:
     """Run a hook outside of compiled code."""
     return hook(*args)
+
+
+def _in_eager_code(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that compiled code calls between its graphs, since it would not see what the
+    hook sets.
+    """
+
+    @wraps(hook)
+    def run(*args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _outside(hook, *args)
+        else:
+            hook(*args)
+
+    return run
 
 
 def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
@@ -569,14 +584,12 @@ class Attached:
             else (args, {**kwargs, "closure": clipped})
         )
 
-    def _before_inner(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @_in_eager_code
+    def _before_inner(self, optimizer: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the step of an optimizer inside.
 
         Refuse one outside of the step that clips for all of them.
         """
-        if torch.compiler.is_dynamo_compiling():
-            _outside(self._before_inner, optimizer, args, kwargs)
-            return
         caller = find_caller(self.optimizer, self._wrapper)
         if self._taken is not None and isinstance(caller, torch.amp.GradScaler):
             self._refuse_scaled_inside(optimizer)
@@ -587,8 +600,8 @@ class Attached:
             return
 
         # A step that torch.distributed.checkpoint takes to make the state has no gradients to clip.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None and "closure" in kwargs and self._makes_state(optimizer.param_groups):
+        no_closure = "closure" in kwargs and kwargs["closure"] is None
+        if no_closure and self._makes_state(optimizer.param_groups):
             return
         outer = type(self.optimizer).__qualname__
         msg = (
@@ -599,18 +612,14 @@ class Attached:
         )
         raise RuntimeError(msg)
 
+    @_in_eager_code
     def _before_wrapper(self, wrapper: Any, *_: Any) -> None:
         """Note where the parameters are before the step of a wrapper around the optimizer."""
-        if torch.compiler.is_dynamo_compiling():
-            _outside(self._before_wrapper, wrapper)
-            return
         self._around[id(wrapper)] = Snapshot(self._params())
 
+    @_in_eager_code
     def _after_wrapper(self, wrapper: Any, *_: Any) -> None:
         """Refuse a wrapper that moves the parameters by itself: nothing clips for it."""
-        if torch.compiler.is_dynamo_compiling():
-            _outside(self._after_wrapper, wrapper)
-            return
         before = self._around.pop(id(wrapper), None)
         if before is not None and before.has_moved(self._params()):
             msg = (
