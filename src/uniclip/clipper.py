@@ -19,7 +19,7 @@ import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
 from uniclip._core.tree import Flat, flatten, place
-from uniclip._errors import check, short
+from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T
 from uniclip._warnings import warn
 from uniclip.backends import outlives, to_lists
@@ -380,11 +380,11 @@ class Clipper:
                     )
                 leaves, spec = leaves_here, flat.spec
             state = self._first(first, leaves) if state is None else state
-        self._refuse_traced(state)  # a graph cannot even use a state from outside
+        self._raise_if_traced(state)  # a graph cannot even use a state from outside
         # Before they are clipped.
         norms = None if self.record is None else self.record.norms_of(grads)
         clipped, state, report = take_step(self.rule, grads, state, step)
-        self._refuse_traced(state)
+        self._raise_if_traced(state)
         self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
         self._see(report, step.loss, norms)
         return clipped, report
@@ -422,15 +422,15 @@ class Clipper:
             )
         )
         msg = (
-            f"{MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is "
+            f"{MANY_SKIPPED} steps in a row were skipped by {summarize(self.rule)}, and nothing is "
             f"learned in them; {why}"
         )
         warn(msg)
 
-    def _refuse_traced(self, state: Any) -> None:
+    def _raise_if_traced(self, state: Any) -> None:
         if not outlives(optree.tree_leaves(state)):
             msg = (
-                f"Clipper({short(self.rule)}) would remember values of code that is being "
+                f"Clipper({summarize(self.rule)}) would remember values of code that is being "
                 "compiled, which runs once: use state = rule.init(grads) outside, and clipped, "
                 "state, report = rule.update(grads, state) inside"
             )
@@ -490,7 +490,7 @@ def _describe_others(rule: Any, known: list[str], current: list[str]) -> str:
         else "their order has changed"
     )
     return (
-        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, "
+        f"{summarize(rule)} remembers each leaf or group by itself, and {change}: give the same tree, "
         "in the same order, at every step, with None in the place of a gradient that is absent"
     )
 

@@ -29,7 +29,7 @@ from uniclip.backends.base import (
 )
 
 
-class Arithmetic:
+class NormSpace:
     """Where the norms of a plan lie, and what is done with them, whatever leaves they are of."""
 
     def __init__(self, given: Opened, mode: int, *, narrow: bool) -> None:
@@ -68,7 +68,7 @@ class Arithmetic:
         self.largest_factor = min(largest or [self.largest_norm])
         """The largest factor that all leaves can be multiplied by."""
 
-    def at_host(self) -> Arithmetic:
+    def at_host(self) -> NormSpace:
         """Return the same in NumPy's arrays, as norms are recorded."""
         new = copy.copy(self)
         new.library = new.backend = DEFAULT

@@ -25,9 +25,9 @@ from uniclip.backends.base import (
     NUMPY,
     PIECE,
     Array,
+    ArrayFacts,
     Axes,
     Backend,
-    Facts,
     Memory,
     Terms,
     cut,
@@ -58,12 +58,12 @@ def from_numpy(backend: Backend, array: Any, like: Array) -> Array:
     return backend.from_host(np.asarray(array), backend.device(like))
 
 
-def surely(backend: Backend, flag: Array) -> bool:
+def known_true(backend: Backend, flag: Array) -> bool:
     """Whether a flag can be read, and is true."""
     return backend.readable(flag) and bool(flag)
 
 
-def surely_ordered(backend: Backend, low: Array, high: Array) -> bool:
+def known_ordered(backend: Backend, low: Array, high: Array) -> bool:
     """Whether arrays are in order, as far as both can be read."""
     return not (backend.readable(low) and backend.readable(high)) or bool(
         backend.xp.all(low <= high)
@@ -91,7 +91,7 @@ def _rank_is_unknown(*shapes: Any) -> bool:
     return None in {getattr(shape, "rank", 0) for shape in shapes}
 
 
-def refuse_shape(name: str, array: Any, norms: Any) -> None:
+def check_shape(name: str, array: Any, norms: Any) -> None:
     """Refuse limits, or a given norm, whose shape does not fit the norms."""
     if len(array.shape) and not broadcasts(array.shape, norms.shape):
         shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
@@ -244,9 +244,9 @@ class Standard(Backend):
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def facts(self, arrays: list[Array]) -> ArrayFacts:
         double = all([self._device_of(array).has_float64 for array in arrays])
-        return Facts(traced=False, reads=False, records=self.may_record, double=double)
+        return ArrayFacts(traced=False, reads=False, records=self.may_record, double=double)
 
     # Where arrays are.
 
@@ -265,8 +265,10 @@ class Standard(Backend):
         target = _STEP_DEVICE.get()
         return target is None or all([self._device_of(array) is target for array in arrays])
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        return super().quiet() if first is None else _on_device(self._device_of(first))
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+        return (
+            super().computation_context() if first is None else _on_device(self._device_of(first))
+        )
 
     def from_host(self, array: np.ndarray[Any, Any], device: str) -> Array:
         target = self._devices[device]
@@ -304,7 +306,7 @@ class Standard(Backend):
         for place in set(places):
             numbers = [number for number, at in enumerate(places) if at == place]
             shapes = [tuple(arrays[number].shape) for number in numbers]
-            with self.quiet(arrays[numbers[0]]):
+            with self.computation_context(arrays[numbers[0]]):
                 flat = [self.xp.reshape(arrays[number], (-1,)) for number in numbers]
                 vector = self._read(flat[0] if len(flat) == 1 else self.xp.concat(flat))
             ends = list(accumulate(map(math.prod, shapes)))
@@ -357,7 +359,7 @@ class Standard(Backend):
 
         target, sums = _STEP_DEVICE.get(), []
         for array, *arguments in terms.each():
-            with self.quiet(array):
+            with self.computation_context(array):
                 total = power_sum(self, array, *arguments)
             sums.append(total if target is None else self._move(total, target))
         return stack_terms(self, sums, terms)
@@ -378,7 +380,7 @@ class Standard(Backend):
             return array, axes, unit
 
         # Flattened first: libraries need not copy a permuted array to reshape it.
-        with self.quiet(array):
+        with self.computation_context(array):
             flat = self.xp.reshape(self.xp.permute_dims(array, (*kept, *axes)), (-1,))
             lengths = [shape[axis] for axis in kept]
             rows = self.xp.reshape(flat, (*lengths, math.prod([shape[axis] for axis in axes])))
@@ -398,7 +400,7 @@ class Standard(Backend):
             return [multiply(*pair, zero) for pair in zip(arrays, factors, strict=True)]
         products = []
         for array, factor in zip(arrays, factors, strict=True):
-            with self.quiet(array):
+            with self.computation_context(array):
                 products.append(multiply(array, factor, zero))
         return products
 
@@ -432,7 +434,7 @@ class Standard(Backend):
         return [self._memory_of(leaf) for leaf in leaves]
 
     def _memory_of(self, leaf: Any) -> Memory:
-        with self.quiet(leaf):
+        with self.computation_context(leaf):
             reason = self._class_refusal(leaf)
             if reason is not None or not self._has_views:
                 return None, reason
@@ -472,7 +474,7 @@ class Standard(Backend):
         return bool(whole[0] == 1)
 
     def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
-        with self.quiet(array):
+        with self.computation_context(array):
             array[...] = function(array, *operands)
 
 

@@ -5,11 +5,11 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who
+- *must* say what its arrays are: `kinds`, `is_array`, `unsupported_reason`, `leaf`; where they lie, and who
   reads them: `mode`, `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
   `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
   `debug_infs`;
-- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`,
+- *may* be faster, and change arrays in place: `fast_path`, `sums`, `pieces`, `scale`,
   `multiply`, `bound`, `unstack`, `memory`, `write`; and have parts in several processes: `reducer`,
   `copies`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
@@ -59,7 +59,7 @@ is accurate.
 """
 
 
-class Facts(NamedTuple):
+class ArrayFacts(NamedTuple):
     """What is known of some arrays and their values."""
 
     traced: bool
@@ -72,19 +72,21 @@ class Facts(NamedTuple):
     """Whether their sums can be float64."""
 
 
-class Kinds:
+class LeafInfo:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
-    def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
+    def __init__(
+        self, backend: Backend, arrays: list[Array | None], wrapped: tuple[int, ...]
+    ) -> None:
         present = [array for array in arrays if array is not None]
         self.backend = backend
-        self.odd = odd
+        self.wrapped = wrapped
         """The leaves whose array is not the leaf itself: sparse or distributed ones, integers,
         storage formats.
         """
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.facts(present)
-        """See `Facts`."""
+        """See `ArrayFacts`."""
         self.dtype = norm_dtype(
             backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
         )
@@ -99,10 +101,10 @@ class Kinds:
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
 
-    def without_leaves(self, backend: Backend | None = None) -> Kinds:
+    def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""
-        kinds = copy(self) if backend is None else Kinds(backend, [], ())
-        kinds.present, kinds.odd = (), ()
+        kinds = copy(self) if backend is None else LeafInfo(backend, [], ())
+        kinds.present, kinds.wrapped = (), ()
         return kinds
 
 
@@ -149,8 +151,8 @@ class Leaf(NamedTuple):
         return isinstance(self.rows, tuple)
 
 
-class Lane(NamedTuple):
-    """The result of `Backend.lane`: norm, limit and factor, rounded to float32, and the leaves."""
+class FastResult(NamedTuple):
+    """The result of `Backend.fast_path`: norm, limit and factor, rounded to float32, and the leaves."""
 
     norm: Any
     """A number; where the host does not read it, a 0-d array, as the factor then is."""
@@ -167,7 +169,7 @@ _FLOAT32_LEAST = 1e-37
 """Smaller norms, limits and factors lose digits in float32."""
 
 
-def numbers_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
+def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None:
     """Return norm, limit and factor, rounded to float32 before they are used.
 
     ``None`` if one is out of its range.
@@ -277,7 +279,7 @@ class Products(NamedTuple):
         if self.axes is None:
             return found
         every = zip(found, self.arrays, self.axes, strict=True)
-        return [spread(backend, value, array, axes) for value, array, axes in every]
+        return [expand_to_leaf(backend, value, array, axes) for value, array, axes in every]
 
 
 def products_by(
@@ -296,7 +298,7 @@ def _rows_of(backend: Backend, block: Any, users: int) -> Any:
     return [block[0, ...]] if users == block.shape[0] == 1 else backend.unstack(block)
 
 
-def spread(backend: Backend, value: Any, array: Array, axes: Axes) -> Any:
+def expand_to_leaf(backend: Backend, value: Any, array: Array, axes: Axes) -> Any:
     """Return a norm's value, if it is not a Python number, on the device of the array,
     with the array's dimensions.
 
@@ -342,7 +344,7 @@ class Backend:
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
-        self.known: dict[Any, Kinds] = {}
+        self.known: dict[Any, LeafInfo] = {}
 
     # What a leaf holds.
 
@@ -361,7 +363,7 @@ class Backend:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return not self.xp.isdtype(leaf.dtype, "bool")
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead;
         else ``None``.
         """
@@ -382,7 +384,7 @@ class Backend:
 
     # Where arrays are, and whether they have values.
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
         """Return the mode of a step on leaves of these kinds.
 
         ``beside`` is a tree of all else that comes in.
@@ -390,11 +392,11 @@ class Backend:
         traced = kinds.traced or any([self.traced(array) for array in optree.tree_leaves(beside)])
         return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def facts(self, arrays: list[Array]) -> ArrayFacts:
         """Return the facts about the values of arrays,
         which do not change while their kinds are the same.
         """
-        return Facts(
+        return ArrayFacts(
             any(map(self.traced, arrays)),
             all(map(self.readable, arrays)),
             records=True,
@@ -445,7 +447,7 @@ class Backend:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
         return list(map(self.detach, arrays))
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings, and create arrays on the device of the
         first gradient.
         """
@@ -459,7 +461,7 @@ class Backend:
         """Whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
-    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
         """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
 
         It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For
@@ -716,7 +718,7 @@ def operand(backend: Backend, array: Array, factor: Any) -> Array:
 
 
 def sum_long_squares(
-    backend: Backend, terms: Terms, short: Callable[[Array], Array | None]
+    backend: Backend, terms: Terms, float32_sum: Callable[[Array], Array | None]
 ) -> list[Array]:
     """Return ``Σ|x|²`` of each array in float64,
     of long ones by float32 sums where these are accurate.
@@ -726,7 +728,9 @@ def sum_long_squares(
     are zeros.
     """
     xp, (low, high), arrays = backend.xp, FITS, terms.arrays
-    sums_of_arrays = [short(array) if axes is None else None for array, _, axes, _ in terms.each()]
+    sums_of_arrays = [
+        float32_sum(array) if axes is None else None for array, _, axes, _ in terms.each()
+    ]
     long = {number for number, total in enumerate(sums_of_arrays) if total is not None}
     for number, term in enumerate(terms.each()):
         if number not in long:

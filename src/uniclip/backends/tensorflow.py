@@ -31,12 +31,12 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
+    ArrayFacts,
     Axes,
     Backend,
-    Facts,
-    Kinds,
-    Lane,
+    FastResult,
     Leaf,
+    LeafInfo,
     Op,
     Terms,
     enter_both,
@@ -221,16 +221,16 @@ class _TensorFlow(Backend):
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def facts(self, arrays: list[Array]) -> ArrayFacts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
-        return Facts(
+        return ArrayFacts(
             traced,
             not traced and all(["CPU" in array.device for array in arrays]),
             records=True,
             double=True,
         )
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
         if kinds.traced or not tf.executing_eagerly():
             return TRACED
         return RECORDED if record.could_possibly_record() else HOST if kinds.reads else LIBRARY
@@ -240,7 +240,7 @@ class _TensorFlow(Backend):
             leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer
         )
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         if not (gradient and isinstance(leaf, tf.Variable)):
             return None
         return (
@@ -263,7 +263,7 @@ class _TensorFlow(Backend):
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [tf.identity(array) for array in arrays]  # one may be a variable
 
-    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
         if in_place or not tf.executing_eagerly() or record.could_possibly_record():
             return None
         tensors = [leaf for leaf in leaves if leaf is not None]
@@ -380,13 +380,13 @@ class _TensorFlow(Backend):
         recorded = self.traced(array) or record.could_possibly_record()
         return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
-        quiet = super().quiet(first)
+        computation_context = super().computation_context(first)
         return (
-            quiet
+            computation_context
             if tf.executing_eagerly()
-            else enter_both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
+            else enter_both(computation_context, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
         )
 
 

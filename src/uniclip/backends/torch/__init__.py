@@ -22,10 +22,10 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
+    ArrayFacts,
     Axes,
-    Facts,
-    Kinds,
     Leaf,
+    LeafInfo,
     Memory,
     Products,
     Terms,
@@ -44,8 +44,8 @@ from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
     are_apart,
     bound,
+    fast_path,
     in_order,
-    lane,
     move,
     norm_of,
 )
@@ -425,7 +425,7 @@ def _view(leaf: Any) -> Any:
 class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
-    lane = staticmethod(lane)
+    fast_path = staticmethod(fast_path)
     bound = staticmethod(bound)
 
     def kinds(self, leaves: list[Any]) -> Any:
@@ -448,17 +448,17 @@ class _Torch(dtensor.Distributed):
             ]
         )
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def facts(self, arrays: list[Array]) -> ArrayFacts:
         reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
         double = all([array.device.type != "mps" for array in arrays])  # which has no float64
-        return Facts(
+        return ArrayFacts(
             any(map(valueless, arrays)),
             reads,
             any([array.requires_grad for array in arrays]),
             double,
         )
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
         if kinds.traced or tracing():
             return TRACED
         if (kinds.records and torch.is_grad_enabled()) or in_forward_mode():
@@ -591,7 +591,7 @@ class _Torch(dtensor.Distributed):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         why = next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
         if why or not (gradient and isinstance(leaf, torch.nn.Parameter)):
             return why
@@ -707,11 +707,15 @@ class _Torch(dtensor.Distributed):
     def detach(self, array: Array) -> Array:
         return array.detach()
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         home = at_home(first)
         if torch.compiler.is_compiling():
             return home or nullcontext()
-        return super().quiet(first) if home is None else enter_both(super().quiet(first), home)
+        return (
+            super().computation_context(first)
+            if home is None
+            else enter_both(super().computation_context(first), home)
+        )
 
 
 def _kind_of_other(leaf: Any) -> Any:

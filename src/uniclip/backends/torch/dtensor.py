@@ -131,7 +131,7 @@ class Part:
         }
         return (self.mesh, places) if places else None
 
-    def owners(self, axes: tuple[int, ...] | None = None) -> Owners | None:
+    def shard_groups(self, axes: tuple[int, ...] | None = None) -> Owners | None:
         """Return the processes over which norms along ``axes`` are joined,
         ``None`` if each norm lies in one.
         """
