@@ -137,7 +137,7 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     ),
     "limit that forgets": (
         TypeError,
-        ("memory = True",),
+        ("stateful = True",),
         lambda: type("Own", (uc.Limit,), {"init": max}),
     ),
 }

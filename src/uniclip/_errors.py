@@ -379,14 +379,14 @@ def _contained(value: Any) -> str | None:
         return None
     tree: Any = value
     leaves = optree.tree_leaves(tree)
-    kinds = {
+    leaf_info = {
         "array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value"
         for leaf in leaves
     }
     name = type(value).__qualname__
-    if type(value) is tuple and "array" not in kinds and len(leaves) <= _FEW:
+    if type(value) is tuple and "array" not in leaf_info and len(leaves) <= _FEW:
         return f"({', '.join(map(summarize, value))}{',' * (len(value) == 1)})"
-    kind = kinds.pop() if len(kinds) == 1 else "value"
+    kind = leaf_info.pop() if len(leaf_info) == 1 else "value"
     many = f"{article(name)} {name} of {len(leaves)} {kind}{'' if len(leaves) == 1 else 's'}"
     return many if leaves else f"an empty {name}"
 

@@ -402,7 +402,7 @@ def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
 
 
 def _check_state(rule: Any, update: str) -> None:
-    if rule.memory:
+    if rule.stateful:
         how = f"use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
         msg = f"{summarize(rule)} remembers earlier steps: {how}"
         raise ValueError(msg)

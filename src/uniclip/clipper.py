@@ -53,7 +53,7 @@ from uniclip.saved import (
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_KEPT = 200
+MAX_PENDING_REPORTS = 200
 """How many reports wait to be averaged: so many small arrays are kept at most."""
 
 
@@ -250,7 +250,7 @@ class Clipper:
         last = self._last
         if last.loaded is not None:
             return to_saved(self.rule, last.loaded, convert)
-        if last.state is None or not self.rule.memory:
+        if last.state is None or not self.rule.stateful:
             return {}
         known = last.leaves is not None or labelled(self.rule)
         saved = Saved(
@@ -353,12 +353,12 @@ class Clipper:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
         if (
             state is None
-            or (self.rule.memory and labelled(self.rule))
+            or (self.rule.stateful and labelled(self.rule))
             or (self.record is not None and self.record.leaves)
         ):
             grads = flat = flatten(grads)
             nothing = all([leaf is None for leaf in flat.leaves])
-            if nothing and self.rule.memory and step.all_reduce is None:
+            if nothing and self.rule.stateful and step.all_reduce is None:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
                 return flat.unflatten(), report
@@ -370,7 +370,7 @@ class Clipper:
             # then there is a norm for every parameter
             if step.all_reduce is not None and step.params is not None:
                 flat = first
-            elif state is None and nothing and self.rule.memory:
+            elif state is None and nothing and self.rule.stateful:
                 raise ValueError(_describe_nothing(flat))
             if leaves is None or spec != flat.spec:
                 leaves_here = leaves_of(self.rule, flat)
@@ -458,7 +458,7 @@ class _Window:
             return
         with self._lock:
             self._waiting.append(report)
-            if len(self._waiting) >= _KEPT:
+            if len(self._waiting) >= MAX_PENDING_REPORTS:
                 self._fold()
 
     def _fold(self) -> None:

@@ -106,9 +106,9 @@ class Chain(BaseRule):
         return f"uc.chain({', '.join(show(rule) for rule in self.rules)})"
 
     @property
-    def memory(self) -> bool:
+    def stateful(self) -> bool:
         """Whether one of the rules has memory."""
-        return any(rule.memory for rule in self.rules)
+        return any(rule.stateful for rule in self.rules)
 
     def init(self, grads: Any) -> tuple[Any, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
@@ -120,10 +120,10 @@ class Chain(BaseRule):
         check(
             "state",
             state,
-            fits or not self.memory,
+            fits or not self.stateful,
             f"what init returned, a tuple of {len(self.rules)} states",
         )
-        states, new = state if self.memory else [NoState()] * len(self.rules), []
+        states, new = state if self.stateful else [NoState()] * len(self.rules), []
         report = ChainReport(())
         for rule, old in zip(self.rules, states, strict=True):
             skipped = report.skipped
@@ -133,7 +133,7 @@ class Chain(BaseRule):
                 after if skipped is None else state_where(skipped, after, old, expected=False)
             )
             report = ChainReport((*report.rules, of_rule))
-        if not self.memory:
+        if not self.stateful:
             return grads, state, report
         finite = report.finite
         return (
@@ -162,9 +162,9 @@ class Masked(BaseRule):
         return f"uc.masked({show(self.rule)}, {show(self.where)})"
 
     @property
-    def memory(self) -> bool:
+    def stateful(self) -> bool:
         """Whether the rule has memory."""
-        return bool(self.rule.memory)
+        return bool(self.rule.stateful)
 
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
@@ -184,13 +184,13 @@ class Masked(BaseRule):
         leaves, spec = flatten(grads)
         chosen = self.choose_leaves(leaves, spec)
         # else others may have the rest
-        alone = step.alone and not any([leaf is None for leaf in leaves])
+        alone = step.single_process and not any([leaf is None for leaf in leaves])
         if alone and is_new(self):
             with (backend_of(next(iter(leaves), None)) or DEFAULT).computation_context():
                 answers = [leaf is not None for leaf in chosen]
                 check_answers_differ("masked(rule, where)", self.where, spec.paths(), answers)
             self.tells_apart.append(True)
-        if all([leaf is None for leaf in chosen]) and step.alone:
+        if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()
         clipped, state, report = take_step(self.rule, Flat(chosen, spec), state, step)
         report = without_skip(report)  # the other leaves are not skipped
@@ -235,7 +235,7 @@ def _truth(answer: Any) -> bool:
 class EachArray(BaseRule):
     """A rule without norm and memory; its reports are empty."""
 
-    memory = False
+    stateful = False
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
@@ -250,7 +250,7 @@ class EachArray(BaseRule):
         made: dict[str, Any] = {}
         with backend.computation_context(given.first):
             again = given.find_repeated()[1] if step.in_place else set()
-            numbers = [number for number in given.kinds.present if number not in again]
+            numbers = [number for number in given.leaf_info.present if number not in again]
             for number in given.wrapped:
                 if given.is_sparse(number):
                     _with_place(given.place, number, self._raise_if_rows, arrays[number])
@@ -260,7 +260,7 @@ class EachArray(BaseRule):
                     given.write(numbers)
                     return given.spec.unflatten(given.leaves), state, Report()
                 return given.close(fill_places(arrays, new)), state, Report()
-            for number in given.kinds.present:
+            for number in given.leaf_info.present:
                 changes[number] = _with_place(
                     given.place, number, self._change, given, arrays[number], made
                 )
@@ -315,8 +315,11 @@ class Function(EachArray):
                 f"{describe(result)}{hint}"
             )
             raise TypeError(msg)
-        kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
-        wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
+        leaf_info = (
+            "complex floating",
+            "real floating",
+        )  # a kind holds those after it, and integers
+        wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in leaf_info] for a in (result, array))
         if given.in_place and wide > narrow:
             msg = (
                 f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; "
@@ -450,7 +453,7 @@ A preset that was not called is a function, but returns no array.
 def as_rule(rule: AnyRule) -> BaseRule:
     """Return a rule as it is, a function of one gradient array as a rule."""
     known: Any = rule
-    if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
+    if hasattr(known, "stateful") and hasattr(known, "update") and not isinstance(known, type):
         return known
     home = home_of(known)
     if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):

@@ -55,7 +55,7 @@ class Choices(Printed):
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
     # Found out when a rule is made:
-    memory: ClassVar[bool]
+    stateful: ClassVar[bool]
     """Whether the rule has memory, a state that changes from step to step."""
     simple: ClassVar[bool]
     """Whether it is one Euclidean norm with a constant limit and nothing else."""
@@ -129,7 +129,7 @@ class Choices(Printed):
         holds_arrays = any([hasattr(value, "shape") for value in held])
         set_frozen_fields(
             self,
-            memory=bool(limit.memory),
+            stateful=bool(limit.stateful),
             constant=constant,
             simple=constant is not None
             and (scope.label, scope.axes, self.norm, self.nonfinite)
@@ -140,7 +140,7 @@ class Choices(Printed):
             and all(
                 [isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]
             ),
-            decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
+            decides=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
             elementwise_curve=getattr(self.curve, "__module__", "") == hard.__module__
             and not rejects(self.curve),
@@ -176,7 +176,7 @@ P = ParamSpec("P")
 class BaseRule(Printed):
     """A rule, which takes a step with validated arguments."""
 
-    memory: ClassVar[Any]
+    stateful: ClassVar[Any]
     """Whether the rule has memory, a state that changes from step to step."""
 
     def init(self, grads: Any) -> Any:
@@ -280,11 +280,13 @@ class Rule(Choices, BaseRule):
         -------
         state : tree of arrays
         """
-        if not self.memory:
+        if not self.stateful:
             return NoState()
         given = open_tree(grads, "params")
         with given.backend.computation_context(given.first):
-            return first_state(self, given, plan_of(self, given, given.backend.mode(given.kinds)))
+            return first_state(
+                self, given, plan_of(self, given, given.backend.mode(given.leaf_info))
+            )
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""

@@ -126,7 +126,7 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
     rule = as_rule(rule)
     return (
         to_saved(rule, Saved(leaves_of(rule, flatten(grads)), values_of(state)))
-        if rule.memory
+        if rule.stateful
         else {}
     )
 
@@ -499,7 +499,7 @@ def identity(rule: Any) -> str:
     Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor
     are functions and rules without memory.
     """
-    if not rule.memory:
+    if not rule.stateful:
         return "-"
     if isinstance(rule, Chain):
         return f"chain({', '.join(map(identity, rule.rules))})"
@@ -517,7 +517,7 @@ def labelled(rule: Any) -> bool:
     """Whether a state of the rule belongs to certain leaves or groups."""
     return any(
         [
-            isinstance(one, Rule) and one.memory and one.scope.label is not everything
+            isinstance(one, Rule) and one.stateful and one.scope.label is not everything
             for one in walk_rules(rule)
         ]
     )
@@ -528,7 +528,7 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
 
     ``flat`` is a flattened tree.
     """
-    if not rule.memory:
+    if not rule.stateful:
         return []
     if isinstance(rule, Chain):
         return [part for inner in rule.rules for part in leaves_of(inner, flat)]
@@ -551,12 +551,12 @@ def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any
     """Yield each rule with memory, in the order of `leaves_of`,
     behind the beginning of the names of its numbers.
     """
-    if isinstance(rule, Chain) and rule.memory:
+    if isinstance(rule, Chain) and rule.stateful:
         for number, inner in enumerate(rule.rules):
             yield from memories_of(inner, (*way, f"{number}."))
     elif isinstance(rule, Masked):
         yield from memories_of(rule.rule, way)
-    elif rule.memory:
+    elif rule.stateful:
         yield "".join(way), rule
 
 
@@ -579,7 +579,7 @@ def _describe_limit(limit: Any) -> str:
         inside = [
             f"{stable(repr(label))}: {_describe_limit(inner)}"
             for label, inner in limit.limits
-            if inner.memory
+            if inner.stateful
         ]
         return f"PerGroup({', '.join(sorted(inside))})"
     values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}

@@ -84,7 +84,7 @@ class StepResult(NamedTuple):
             blocks,
             [plan.places[number] for number in numbers],
             plan.along and [plan.along[number] for number in numbers],
-            [given.part(number) for number in numbers] if given.wrapped else None,
+            [given.shard(number) for number in numbers] if given.wrapped else None,
             given.in_place,
             self.rule.zeroes,
         )
@@ -93,7 +93,7 @@ class StepResult(NamedTuple):
         """Return the sum of the clipped gradients along their first axis."""
         given, plan, backend = self.given, self.plan, self.given.backend
         _check_summable(given, plan)
-        xp, numbers = backend.xp, given.kinds.present
+        xp, numbers = backend.xp, given.leaf_info.present
         with backend.computation_context(given.first):
             arrays = [given.arrays[number] for number in numbers]
             wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
@@ -109,8 +109,8 @@ class StepResult(NamedTuple):
                 total = cast(
                     xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype
                 )
-                part = given.part(number)
-                leaves[number] = total if part is None else part.sum_examples(leaf, total)
+                shard = given.shard(number)
+                leaves[number] = total if shard is None else shard.sum_examples(leaf, total)
             return given.spec.unflatten(leaves)
 
     def norms(self) -> Any:
@@ -129,7 +129,7 @@ def multiply_in_place(opened: Opened, numbers: list[int], products: Products) ->
     """
     backend, wrapped = opened.backend, opened.wrapped
     arrays = [wrapped[n].array if n in wrapped else leaf for n, leaf in enumerate(opened.leaves)]
-    zeroed = [n for n in opened.kinds.present if arrays[n] is not opened.arrays[n]]
+    zeroed = [n for n in opened.leaf_info.present if arrays[n] is not opened.arrays[n]]
     if not (numbers or zeroed):
         return
     repeated, again = opened.find_repeated()
@@ -140,8 +140,8 @@ def multiply_in_place(opened: Opened, numbers: list[int], products: Products) ->
             and number not in zeroed
             and products.is_single(row)
         )
-        if whole and wrapped[number].view is not None:
-            arrays[number] = wrapped[number].view
+        if whole and wrapped[number].storage is not None:
+            arrays[number] = wrapped[number].storage
     for number in zeroed:
         if number not in again:
             backend.write(arrays[number], lambda _, new: new, opened.arrays[number])
@@ -160,7 +160,7 @@ def multiply_in_place(opened: Opened, numbers: list[int], products: Products) ->
 
 def _check_summable(given: Opened, plan: Plan) -> None:
     """Refuse norms over all examples, and leaves with different numbers of examples."""
-    present = given.kinds.present
+    present = given.leaf_info.present
     every = given.shapes()
     shapes = [tuple(every[number]) for number in present]
     for number, shape in zip(present, shapes, strict=True):

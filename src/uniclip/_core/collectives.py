@@ -56,7 +56,7 @@ class Layout(Protocol):
     where plans cannot be imported.
     """
 
-    kinds: LeafInfo
+    leaf_info: LeafInfo
     math: NormSpace
     one_norm: bool
     axes: list[Axes]
@@ -143,9 +143,9 @@ def with_reduced_library(given: Opened, all_reduce: Any) -> Opened:
     """Return opened gradients, those without any of the library whose processes are joined,
     if that is known.
     """
-    if all_reduce is None or given.kinds.present:
+    if all_reduce is None or given.leaf_info.present:
         return given
-    return given._replace(kinds=given.kinds.without_leaves(backend_by(all_reduce)))
+    return given._replace(leaf_info=given.leaf_info.without_leaves(backend_by(all_reduce)))
 
 
 def check_shared(all_reduce: Any, shared: Any) -> None:
@@ -195,15 +195,15 @@ class Collectives:
         plan: Layout,
         given: Opened,
         reduction: Reduction | None,
-        parts: Sequence[dict[int, Any]],
+        shards: Sequence[dict[int, Any]],
     ) -> None:
         self._plan, self.reduction = plan, reduction
-        self.copies = None if reduction is None else _copies_of(plan, given, reduction)
+        self.replicas = None if reduction is None else _replicas_of(plan, given, reduction)
         """How many processes hold each leaf, ``None`` if one does.
 
         0 where the processes have not been counted.
         """
-        if self.copies is not None and 0 in self.copies and plan.math.compiled:
+        if self.replicas is not None and 0 in self.replicas and plan.math.compiled:
             msg = (
                 "shared marks copies, and in code that is compiled it is not known how many "
                 "processes hold one: join along named axes, or run the step before it is compiled"
@@ -211,15 +211,15 @@ class Collectives:
             raise TypeError(msg)
         every = [
             [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
-            for by_leaf in parts
+            for by_leaf in shards
         ]
         self._owners = [
-            [part and part.shard_groups(axes) for part, axes in pairs] for pairs in every
+            [shard and shard.shard_groups(axes) for shard, axes in pairs] for pairs in every
         ]
         """For each leaf of the gradients, and of the parameters,
         the processes that join its norms.
         """
-        whole = {part.shard_groups(): None for by_leaf in parts for part in by_leaf.values()}
+        whole = {shard.shard_groups(): None for by_leaf in shards for shard in by_leaf.values()}
         self.mesh_groups: list[Any] = list(whole) if len(whole) < 2 or plan.math.compiled else []
         """As few groups of processes as cover all that hold parts,
         which join what is not of a leaf.
@@ -239,7 +239,9 @@ class Collectives:
         }
         self._groups = list(by_leaf | dict.fromkeys(self.mesh_groups))
         """All groups of owners, in the same order in each process."""
-        self.divided = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
+        self.divided = any(
+            [shard and shard.divided(axes) for pairs in every for shard, axes in pairs]
+        )
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
 
     def rows(
@@ -266,19 +268,24 @@ class Collectives:
         """Return what weighs the sums of a tree's leaves,
         ``None`` if none is held by several processes.
         """
-        return partial(self._weigh, tree, p) if self.copies is not None or tree.parts else None
+        return partial(self._weigh, tree, p) if self.replicas is not None or tree.shards else None
 
     def _weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
         """Return the sums of leaves, those of copies divided by their number,
         so that together they count once.
         """
-        parts, weighed = tree.parts, []
+        shards, weighed = tree.shards, []
         for number, total in zip(self._plan.order, sums, strict=True):
-            part, copies = parts.get(number), 1 if self.copies is None else self.copies[number]
-            value, copies = (
-                (total, copies) if part is None else (part.weigh(total), copies * part.copies)
+            shard, replicas = (
+                shards.get(number),
+                1 if self.replicas is None else self.replicas[number],
             )
-            weighed.append(value / copies if copies > 1 and p < math.inf else value)
+            value, replicas = (
+                (total, replicas)
+                if shard is None
+                else (shard.weigh(total), replicas * shard.replicas)
+            )
+            weighed.append(value / replicas if replicas > 1 and p < math.inf else value)
         return weighed
 
     def _over_owners(
@@ -341,7 +348,7 @@ class Collectives:
         or how many gradients that is.
         """
         plan = self._plan
-        axes, shape = plan.axes[number], tree.part(number).local if tree else ()
+        axes, shape = plan.axes[number], tree.shard(number).local if tree else ()
         return plan.math.zeros(
             () if axes is None else tuple([n for axis, n in enumerate(shape) if axis not in axes])
         )
@@ -365,8 +372,8 @@ class Collectives:
         """Return the numbers of entries of leaves, those of copies divided by their number."""
         return (
             counts
-            if self.copies is None
-            else {n: count / self.copies[n] for n, count in counts.items()}
+            if self.replicas is None
+            else {n: count / self.replicas[n] for n, count in counts.items()}
         )
 
     def ask_for(self, loss: Any, payload: Payload, *, losses: bool, presence: bool) -> Payload:
@@ -406,7 +413,7 @@ class Collectives:
         words = _digest(f"{choices} {reduction.shared is not None} {rows}")
         with plan.math.library.allow_float64():
             sent = np.asarray(
-                [1.0, not plan.kinds.narrow, *words, *[word * word for word in words]]
+                [1.0, not plan.leaf_info.narrow, *words, *[word * word for word in words]]
             )
             [total] = reduce_payload(plan.math, [sent], "sum", reduction)
         values = np.asarray(plan.math.read(total), np.float64)
@@ -460,7 +467,7 @@ def _describe_choice(value: Any) -> str:
     )
 
 
-def _copies_of(plan: Layout, given: Any, reduction: Reduction) -> list[int] | None:
+def _replicas_of(plan: Layout, given: Any, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
     backend = plan.math.library
     answers = (
@@ -475,10 +482,12 @@ def _copies_of(plan: Layout, given: Any, reduction: Reduction) -> list[int] | No
             not holds_arrays(answer),
             "True, False, or a number of processes",
         )
-    present = given.kinds.present
+    present = given.leaf_info.present
     arrays = [given.arrays[number] for number in present]
     marked = None if reduction.shared is None else [bool(answers[number]) for number in present]
-    counts = backend.copies(arrays, reduction.all_reduce, marked, lambda n: given.place(present[n]))
+    counts = backend.replicas(
+        arrays, reduction.all_reduce, marked, lambda n: given.place(present[n])
+    )
     if counts is not None:
         known = dict(zip(present, counts, strict=True))
         return [known.get(number, 1) for number in range(len(given.leaves))]
@@ -542,9 +551,10 @@ def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     """Return the largest of all processes' values, NaN if one of them is NaN."""
     isnan, shape = xp.isnan(value), tuple(value.shape)
     both = [xp.where(isnan, xp.zeros_like(value), value), xp.astype(isnan, value.dtype)]
-    pair = reduce(xp.concat([xp.reshape(part, (-1,)) for part in both], axis=0), "max")
+    pair = reduce(xp.concat([xp.reshape(shard, (-1,)) for shard in both], axis=0), "max")
     top, bad = (
-        xp.reshape(part, shape) for part in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0)
+        xp.reshape(shard, shape)
+        for shard in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0)
     )
     # 0/0, not a constant NaN, which a debugger would report as a result.
     return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)

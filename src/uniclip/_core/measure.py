@@ -80,13 +80,11 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
             sizes=sizes_of(plan, tree) if sized and plan.sizes is None else None,
         )
         if collectives is not None:
-            presence = rule.memory or not plan.one_norm
+            presence = rule.stateful or not plan.one_norm
             payload = collectives.ask_for(
                 step.loss, payload, losses="loss" in needs, presence=presence
             )
-        trees = [
-            tree for tree in (tree if step.norm is None else None, params) if tree is not None
-        ]
+        trees = [tree for tree in (tree if step.norm is None else None, params) if tree is not None]
         norms, joined = norms_of(plan, trees, rule.norm, payload)
         sizes = plan.sizes
         if joined.sizes is not None:
@@ -109,7 +107,7 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
 def _count_nonfinite(plan: Plan, tree: Opened) -> Any:
     """Return how many arrays have entries that are not finite."""
     xp, dtype = plan.math.library.xp, plan.math.sum_dtype
-    arrays = [tree.arrays[number] for number in tree.kinds.present]
+    arrays = [tree.arrays[number] for number in tree.leaf_info.present]
     counts = []
     for array in arrays:
         with plan.math.library.computation_context(array):
@@ -195,7 +193,7 @@ def norms_of(
     exact = (
         plan.math.narrow
         and plan.math.double
-        and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
+        and all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees])
     )
     if p == math.inf or not trees:
         totals, _ = _join_sums(plan, trees, p, None, Payload())

@@ -67,14 +67,14 @@ def plan_of(
     ``params`` are the parameters that are measured, too.
     """
     trees = [given] if params is None else [given, params]
-    parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.wrapped])
+    shards = tuple([tuple(tree.shards.items()) for tree in trees if tree.wrapped])
     shapes = tuple(given.shapes()) if rule.by_shape and mode != TRACED else None
     key: Any = (
         given.spec,
-        given.kinds,
+        given.leaf_info,
         mode,
         shapes,
-        parts,
+        shards,
         reduction,
         reduction and (reduction.narrow, reduction.checked),
     )
@@ -82,7 +82,7 @@ def plan_of(
     if plan is not None:
         return plan
     with given.backend.computation_context(given.first):
-        plan = Plan(rule, given, mode, reduction, [tree.parts for tree in trees])
+        plan = Plan(rule, given, mode, reduction, [tree.shards for tree in trees])
     if mode != TRACED:
         if len(rule.plans) >= PLAN_CACHE_SIZE:
             rule.plans.clear()
@@ -94,23 +94,23 @@ class Plan:
     """What is the same at every step; made by `plan_of`."""
 
     def __init__(
-        self, rule: Choices, given: Opened, mode: int, reduction: Reduction | None, parts: Any
+        self, rule: Choices, given: Opened, mode: int, reduction: Reduction | None, shards: Any
     ) -> None:
-        kinds, scope = given.kinds, rule.scope
+        leaf_info, scope = given.leaf_info, rule.scope
         self.math = NormSpace(
-            given, mode, narrow=kinds.narrow and (reduction is None or reduction.narrow)
+            given, mode, narrow=leaf_info.narrow and (reduction is None or reduction.narrow)
         )
         """Where its norms lie."""
-        self.kinds, self.scope, self.spec = kinds, scope, given.spec
+        self.leaf_info, self.scope, self.spec = leaf_info, scope, given.spec
         self._divide(rule, given, reduction)
         collectives = (
-            Collectives(self, given, reduction, parts)
-            if reduction is not None or any(parts)
+            Collectives(self, given, reduction, shards)
+            if reduction is not None or any(shards)
             else None
         )
         self.collectives = collectives
         """How processes join what is measured, ``None`` if this one has all of it."""
-        if collectives is not None and collectives.divided and rule.memory:
+        if collectives is not None and collectives.divided and rule.stateful:
             msg = (
                 f"{summarize(rule)} remembers norms along axes, and some of these axes are divided "
                 "among processes, so that its state would differ from process to process: take a "
@@ -127,21 +127,21 @@ class Plan:
         """The blocks of norms between sums and products."""
         # Parts without a reduction are refused.
         if reduction is None and self.math.compiled and scope.axes is None:
-            present = kinds.present
-            given.backend.copies(
+            present = leaf_info.present
+            given.backend.replicas(
                 [given.arrays[n] for n in present], None, None, lambda n: given.place(present[n])
             )
 
     def _divide(self, rule: Choices, given: Opened, reduction: Reduction | None) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
-        kinds, scope = self.kinds, self.scope
-        missing = bool(given.parts) and len(kinds.present) < len(given.leaves)
-        everywhere = rule.memory or reduction is not None or missing
+        leaf_info, scope = self.leaf_info, self.scope
+        missing = bool(given.shards) and len(leaf_info.present) < len(given.leaves)
+        everywhere = rule.stateful or reduction is not None or missing
         members = _groups(
             given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere
         )
         labelled = scope.label not in {None, everything}
-        alone = reduction is None and len(kinds.present) == len(given.leaves)
+        alone = reduction is None and len(leaf_info.present) == len(given.leaves)
         if labelled and alone and is_new(rule):
             answers = [label for label, numbers in members.items() for _ in numbers]
             check_answers_differ("scopes.groups(label)", scope.label, given.paths(), answers)
@@ -158,7 +158,7 @@ class Plan:
             self.axes[number] = _axes(given, scope, number)
         for group in groups.values() if scope.axes is not None else ():
             _raise_if_unequal(given, self.axes, group)
-        if rule.memory:
+        if rule.stateful:
             raise_if_rows(given, self.axes, rule, "remembers something")
         self.blocks = self._blocks(rule, given, groups, everywhere=everywhere)
         self.members = [members[label] for block in self.blocks for label in block.labels]
@@ -191,7 +191,7 @@ class Plan:
         self, rule: Choices, given: Opened, groups: dict[Hashable, list[int]], *, everywhere: bool
     ) -> list[Block]:
         # Compilers take long for each row taken out of an array of norms.
-        apart = self.math.separate and not (rule.memory or self.scope.label is everything)
+        apart = self.math.separate and not (rule.stateful or self.scope.label is everything)
         alike: dict[Hashable, list[Hashable]] = {}
         for number, (label, group) in enumerate(groups.items()):
             kind: Hashable = None
@@ -219,7 +219,7 @@ class Plan:
         """
         if not self.math.on_device or len(self.blocks) < 2 or self.collectives is not None:
             return None
-        if not (rule.limit.elementwise and rule.elementwise_curve) or rule.memory:
+        if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
             return None
         if any([len(group) != 1 for block in self.blocks for group in block.groups]):
             return None
@@ -452,7 +452,7 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
         return None
     by_entry = wrapped is not None and wrapped.by_entry
     if wrapped is None or wrapped.rows is None or by_entry:
-        shape = given.part(number).shape if leaf is None else leaf.shape
+        shape = given.shard(number).shape if leaf is None else leaf.shape
     else:
         shape = given.arrays[number].shape  # that of the leaf may be unknown
     try:
@@ -499,7 +499,7 @@ def _stacking_key(given: Opened, number: int, axes: Axes) -> Hashable:
     # Norms never leave their leaf.
     as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1
     large = math.prod(kept) > _STACKED
-    return None if as_large or large else (kept, backend.device(array), given.part(number))
+    return None if as_large or large else (kept, backend.device(array), given.shard(number))
 
 
 def _raise_if_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:

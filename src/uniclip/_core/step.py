@@ -95,7 +95,7 @@ def run_step(
         if backend is not None and fast_path is not None:
             return FastStepResult(rule, backend, spec.unflatten, fast_path, state)
     tree = open_tree(grads, in_place=step.in_place)
-    if takes_fast_path and tree.wrapped and not tree.parts:
+    if takes_fast_path and tree.wrapped and not tree.shards:
         fast_path = fast_path_of_storage(tree, limit)
         if fast_path is not None:
             return FastStepResult(rule, tree.backend, tree.spec.unflatten, fast_path, state)
@@ -115,10 +115,10 @@ def fast_path_of_storage(tree: Opened, limit: float) -> FastResult | None:
             return None
         norm, limit, factor = numbers
         if factor != 1:
-            present = list(tree.kinds.present)
+            present = list(tree.leaf_info.present)
             arrays = [tree.arrays[number] for number in present]
             multiply_in_place(tree, present, products_by(arrays, factor, in_place=True))
-        return FastResult(norm, limit, factor, tree.leaves, tree.kinds.device)
+        return FastResult(norm, limit, factor, tree.leaves, tree.leaf_info.device)
 
 
 def run_general_step(
@@ -135,14 +135,14 @@ def run_general_step(
         check_step_arguments(None if isinstance(step.loss, Loss) else step.loss, step.params)
         raise_if_kept_axes(rule.scope, step.all_reduce)
         tree, params = with_params(rule, with_reduced_library(tree, step.all_reduce), step)
-    kinds = tree.kinds
+    leaf_info = tree.leaf_info
     # Nearly always nothing else comes in that could be traced or be unreadable.
     if type(constant) is float and step.norm is None and params is None and not rule.holds_arrays:
-        mode = kinds.backend.mode(kinds)
+        mode = leaf_info.backend.mode(leaf_info)
     else:
         values = [constant, step.norm, *getattr(rule.limit, "constants", ())]
-        values += optree.tree_leaves(state) if rule.memory and not rule.limits_checked else []
-        others = (step.loss, state if rule.memory else None)
+        values += optree.tree_leaves(state) if rule.stateful and not rule.limits_checked else []
+        others = (step.loss, state if rule.stateful else None)
         mode = _mode_beside(rule, [tree] if params is None else [tree, params], values, others)
     if step.all_reduce is not None or step.shared is not None:
         reduction = reduction_of(
@@ -150,7 +150,7 @@ def run_general_step(
         )
     if params is not None and mode != HOST:
         detached = [
-            array if array is None else kinds.backend.detach(array) for array in params.arrays
+            array if array is None else leaf_info.backend.detach(array) for array in params.arrays
         ]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, tree, mode, reduction, params)
@@ -160,7 +160,7 @@ def run_general_step(
     if first is None and params is not None:
         # The parameters say on which device norms lie.
         first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
-    with kinds.backend.computation_context(first):
+    with leaf_info.backend.computation_context(first):
         # Now it is known how many there are.
         if plan.collectives is not None and plan.collectives.compare(rule):
             plan = plan_of(rule, tree, mode, reduction, params)
@@ -171,13 +171,15 @@ def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: 
     """Return the mode of a step on gradients, and parameters, given values to look at,
     and what else may be traced.
     """
-    kinds, backend = [tree.kinds for tree in trees], trees[0].backend
+    leaf_info, backend = [tree.leaf_info for tree in trees], trees[0].backend
     mode = (
-        TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, others))
+        TRACED
+        if any([tree.traced for tree in leaf_info])
+        else backend.mode(leaf_info[0], (values, others))
     )
     if mode != HOST:
         return mode
-    reads = all([tree.reads for tree in kinds]) and all(
+    reads = all([tree.reads for tree in leaf_info]) and all(
         [_viewable(backend, value) for value in values]
     )
     return HOST if reads and not rule.holds_arrays else LIBRARY
@@ -217,7 +219,7 @@ def _run_measured(inputs: Inputs, state: Any) -> StepResult:
     limits, new, thresholds = _compute_limits(inputs, measured, seen, state)
     rows = zip(norms, limits, faults, strict=True)
     factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in rows]
-    if rule.memory:  # NaN never enters a state
+    if rule.stateful:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
     if plan.shapes is not None:
@@ -230,7 +232,7 @@ def _run_measured(inputs: Inputs, state: Any) -> StepResult:
 def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
     """Return gradients with 0 for entries that are not finite."""
     library, arrays = plan.math.library, list(gradients.arrays)
-    for number in gradients.kinds.present:
+    for number in gradients.leaf_info.present:
         with library.computation_context(arrays[number]):
             arrays[number] = finite_or_zero(library.xp, arrays[number])
     return gradients._replace(arrays=arrays)
@@ -267,11 +269,11 @@ def _compute_limits(
         _raise_if_limits_by_row(inputs)
     if constant is not None:  # which needs no context
         return [_check_limits(plan, constant, n, fits=False) for n in norms], state, None
-    if limit.memory:
-        if not tree.kinds.present and plan.collectives is None:
+    if limit.stateful:
+        if not tree.leaf_info.present and plan.collectives is None:
             return [math.inf] * len(norms), state, None  # a step without gradients changes no state
         _check_state(rule, plan, state)
-    states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
+    states = [state] if len(norms) == 1 else state if limit.stateful else [state] * len(norms)
     contexts = _make_contexts(inputs, measured, norms)
     answers = [
         _ask_limit(inputs, context, old) for context, old in zip(contexts, states, strict=True)
@@ -286,7 +288,7 @@ def _compute_limits(
             limits_of_block if context.threshold is None else _check_threshold(plan, context)
             for context, limits_of_block in zip(contexts, limits, strict=True)
         ]
-    if not limit.memory:
+    if not limit.stateful:
         return limits, state, thresholds
     new = [old if new is None else new for (_, new), old in zip(answers, states, strict=True)]
     return limits, new[0] if len(new) == 1 else tuple(new), thresholds
@@ -298,7 +300,7 @@ def _raise_if_limits_by_row(inputs: Inputs) -> None:
     of_groups = (
         dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
     )
-    for number in inputs.tree.kinds.wrapped:
+    for number in inputs.tree.leaf_info.wrapped:
         block, row = plan.places[number]
         kept, label = plan.blocks[block].kept, plan.blocks[block].labels[row]
         limit = of_groups.get(label) if of_groups else rule.limit if constant is None else constant
@@ -351,7 +353,9 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     ``None`` if all its gradients are absent.
     """
     limit, math_ = inputs.rule.limit, inputs.plan.math
-    if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
+    if (
+        limit.stateful and context.absent and all(context.absent)
+    ):  # the shape of its norms is unknown
         return math.inf, None
     old = optree.tree_map(partial(math_.recall, context.norms), state)
     try:
@@ -374,7 +378,7 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
             f"a number or an array of real numbers that broadcasts against norms of shape {shape}"
         )
         limits = real(f"the limit of {summarize(limit)}", limits, wanted)
-    if not limit.memory:
+    if not limit.stateful:
         return limits, state
     absent = _find_absent(inputs.plan, context.absent, context.present)
     if absent is not None and isinstance(limit, PerGroup):
@@ -424,10 +428,10 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit, blocks = rule.limit, plan.blocks
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
-    parts = [state] if len(blocks) == 1 else state
-    count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
+    shards = [state] if len(blocks) == 1 else state
+    count = isinstance(shards, (list, tuple)) and len(shards) == len(blocks)
     kind = isinstance(limit, PerGroup) or (
-        count and all(hasattr(part, "_fields") for part in parts)
+        count and all(hasattr(shard, "_fields") for shard in shards)
     )
     if state is None or isinstance(state, NoState) or (known and not kind):
         msg = (
@@ -435,11 +439,11 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
             f"got {summarize(state)}"
         )
         raise TypeError(msg)
-    for part, block in zip(parts, blocks, strict=True) if known else ():
+    for shard, block in zip(shards, blocks, strict=True) if known else ():
         rows = (
-            [len(part)]
+            [len(shard)]
             if isinstance(limit, PerGroup)
-            else [array.shape[0] for array in part if len(array.shape)]
+            else [array.shape[0] for array in shard if len(array.shape)]
         )
         if rows and rows[0] != len(block.groups):
             msg = (
@@ -645,7 +649,7 @@ def _raise_if_nonfinite(tree: Opened, plan: Plan, finite: Any) -> None:
         )
         raise TypeError(msg)
     if not bool(finite):
-        xp, arrays, present = tree.backend.xp, tree.arrays, tree.kinds.present
+        xp, arrays, present = tree.backend.xp, tree.arrays, tree.leaf_info.present
         bad = [
             tree.place(number)
             for number in present

@@ -35,7 +35,7 @@ from uniclip.backends import (
     tell_compilers,
 )
 from uniclip.backends.arrays import View, overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import Leaf, LeafInfo, cast
+from uniclip.backends.base import LeafInfo, WrappedLeaf, cast
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -51,7 +51,7 @@ LEAF_INFO_CACHE_SIZE = 256
 class Opened(NamedTuple):
     """A tree whose leaves are arrays to measure and multiply, and how to make it what it was."""
 
-    kinds: LeafInfo
+    leaf_info: LeafInfo
     leaves: list[Any]
     """As given; ``None`` for an absent gradient."""
     arrays: list[Any]
@@ -63,7 +63,7 @@ class Opened(NamedTuple):
     """The structure."""
     name: str = "grads"
     in_place: bool = False
-    wrapped: dict[int, Leaf] = {}  # noqa: RUF012 - never changed
+    wrapped: dict[int, WrappedLeaf] = {}  # noqa: RUF012 - never changed
     """The leaves that are not their arrays, by their numbers;
     and absent ones whose parameters are distributed.
     """
@@ -71,30 +71,30 @@ class Opened(NamedTuple):
     @property
     def backend(self) -> Backend:
         """The backend of the arrays."""
-        return self.kinds.backend
+        return self.leaf_info.backend
 
     @property
     def first(self) -> Any:
         """The first array that is present, ``None`` if there is none."""
-        return self.arrays[self.kinds.present[0]] if self.kinds.present else None
+        return self.arrays[self.leaf_info.present[0]] if self.leaf_info.present else None
 
     @property
-    def parts(self) -> dict[int, Any]:
+    def shards(self) -> dict[int, Any]:
         """The parts of distributed leaves, by their numbers.
 
         Those of the parameters, where gradients are absent.
         """
         return {
-            number: wrapped.part
+            number: wrapped.shard
             for number, wrapped in self.wrapped.items()
-            if wrapped.part is not None
+            if wrapped.shard is not None
         }
 
-    def part(self, number: int) -> Any:
+    def shard(self, number: int) -> Any:
         """Return the part of a distributed leaf that an array is,
         ``None`` if it is the whole leaf.
         """
-        return self.wrapped[number].part if number in self.wrapped else None
+        return self.wrapped[number].shard if number in self.wrapped else None
 
     def is_sparse(self, number: int) -> bool:
         """Whether a leaf stores only some of its rows, or of its entries."""
@@ -124,7 +124,7 @@ class Opened(NamedTuple):
     def restore_leaves(self, arrays: list[Any]) -> list[Any]:
         """Return the leaves of changed arrays."""
         leaves = list(arrays)
-        for number in self.kinds.wrapped:
+        for number in self.leaf_info.wrapped:
             same = arrays[number] is self.wrapped[number].array and not self.is_integral(number)
             leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
         return leaves
@@ -136,7 +136,7 @@ class Opened(NamedTuple):
         Copies of others are written: they may have other rows in that memory, or other factors, and
         get new memory.
         """
-        repeated = same_memory(self.backend, self.leaves, self.place)
+        repeated = find_shared_storage(self.backend, self.leaves, self.place)
         # Not `repeated & self.odd.keys()`, which PyTorch 2.11 and 2.12 cannot compile.
         copied = {n for n in repeated if n in self.wrapped and self.wrapped[n].copied}
         return repeated, repeated - {
@@ -154,7 +154,7 @@ class Opened(NamedTuple):
         """
         wrapped, leaf, xp = self.wrapped[number], self.leaves[number], self.backend.xp
         like_it = xp.isdtype(array.dtype, "integral") or not self.is_integral(number)
-        return wrapped.back(
+        return wrapped.rebuild(
             cast(xp, array, leaf.dtype) if like_it and array.dtype == wrapped.array.dtype else array
         )
 
@@ -321,13 +321,13 @@ def open_tree(
     leaves, spec = flatten_known(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
-    kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))
-    if kinds is None:  # of new kinds of leaves, which are refused if they cannot be clipped
+    leaf_info = None if met is None else met.known.get((name, whole, met.signature(leaves)))
+    if leaf_info is None:  # of new kinds of leaves, which are refused if they cannot be clipped
         leaves, spec = flatten(tree, name)
         backend = backend_for(leaves, name, spec)
         numbers = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
-        backend, numbers = kinds.backend, kinds.wrapped
+        backend, numbers = leaf_info.backend, leaf_info.wrapped
     arrays, wrapped = leaves, {}
     if numbers:
         with backend.computation_context(
@@ -341,19 +341,19 @@ def open_tree(
             wrapped[number].array if number in wrapped else leaf
             for number, leaf in enumerate(leaves)
         ]
-    if kinds is None:
+    if leaf_info is None:
         with backend.computation_context():
-            kinds = LeafInfo(backend, arrays, tuple(wrapped))
-        key = backend.kinds(leaves)
+            leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
+        key = backend.signature(leaves)
         if key is not None:
             if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
                 backend.known.clear()
-            kinds = backend.known.setdefault((name, whole, key), kinds)
-    opened = Opened(kinds, leaves, arrays, spec, name, in_place, wrapped)
+            leaf_info = backend.known.setdefault((name, whole, key), leaf_info)
+    opened = Opened(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
     if in_place and not whole:
         _raise_if_integers(opened)
     if in_place and not backend.writes:
-        same_memory(backend, leaves, opened.place)  # which says what to write instead
+        find_shared_storage(backend, leaves, opened.place)  # which says what to write instead
     return opened
 
 
@@ -368,12 +368,12 @@ def _raise_if_integers(opened: Opened) -> None:
             raise TypeError(msg)
 
 
-def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
     """Return what an odd leaf holds.
 
     Layers, as float8 in a distributed tensor, are opened one by one.
     """
-    outer = backend.leaf(leaf, in_place=in_place, whole=whole)
+    outer = backend.unwrap(leaf, in_place=in_place, whole=whole)
     if outer is None:
         return None
     inner = _open_leaf(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
@@ -382,9 +382,9 @@ def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> L
     known = inner._replace(
         **{name: value for name, value in outer._asdict().items() if value is not None}
     )
-    view = None if outer.copied else inner.view
+    storage = None if outer.copied else inner.storage
     return known._replace(
-        array=inner.array, back=lambda new: outer.back(inner.back(new)), view=view
+        array=inner.array, rebuild=lambda new: outer.rebuild(inner.rebuild(new)), storage=storage
     )
 
 
@@ -420,7 +420,9 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
     return chosen or DEFAULT
 
 
-def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]) -> set[int]:
+def find_shared_storage(
+    backend: Backend, leaves: list[Any], where: Callable[[int], str]
+) -> set[int]:
     """Return the leaves whose memory is that of an earlier leaf,
     to be asked before any is written in place.
 
@@ -432,13 +434,13 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
         If two leaves overlap in memory, and are not the same.
     """
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-    memories = backend.memory([leaves[number] for number in present])
-    if memories is None:
+    storages = backend.storage([leaves[number] for number in present])
+    if storages is None:
         return set()
     again: set[int] = set()
     views: dict[int, View] = {}
     unknown: dict[Any, int] = {}
-    for number, (view, reason) in zip(present, memories, strict=True):
+    for number, (view, reason) in zip(present, storages, strict=True):
         repeats = view is not None and overlaps_itself(view)
         why = reason or ("several of its entries may lie in one place" if repeats else None)
         if why:
@@ -485,19 +487,21 @@ def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opene
     Where gradients are absent, the parameters say which library's processes are joined, and over
     which meshes.
     """
-    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.kinds.present
+    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.leaf_info.present
     if needed and step.params is None:
         msg = f"{summarize(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
     if step.params is not None and (
-        needed or nothing or len(given.kinds.present) < len(given.leaves)
+        needed or nothing or len(given.leaf_info.present) < len(given.leaves)
     ):
         theirs = _put_in_order(open_tree(step.params, "params"), given)
-    if nothing and theirs is not None and theirs.kinds.present:
-        given = given._replace(kinds=theirs.kinds.without_leaves())
-    if theirs is not None and theirs.parts:
+    if nothing and theirs is not None and theirs.leaf_info.present:
+        given = given._replace(leaf_info=theirs.leaf_info.without_leaves())
+    if theirs is not None and theirs.shards:
         absent = {
-            n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None
+            n: WrappedLeaf(None, shard=shard)
+            for n, shard in theirs.shards.items()
+            if given.leaves[n] is None
         }
         given = given._replace(wrapped=dict(sorted((given.wrapped | absent).items())))
     return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
@@ -533,8 +537,8 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         If the parameters belong to another framework, or a gradient stores single entries that have
         norms of their own.
     """
-    present, backend = given.kinds.present, given.backend
-    if present and theirs.kinds.present and theirs.backend is not backend:
+    present, backend = given.leaf_info.present, given.backend
+    if present and theirs.leaf_info.present and theirs.backend is not backend:
         msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
         raise TypeError(msg)
     shapes = given.shapes()
@@ -553,18 +557,18 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     arrays = [
         None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)
     ]
-    parts = theirs.parts
-    if rule.scope.axes is not None and (parts or given.parts):
-        arrays, parts = _divide_alike(rule, given, theirs, arrays)
+    shards = theirs.shards
+    if rule.scope.axes is not None and (shards or given.shards):
+        arrays, shards = _divide_alike(rule, given, theirs, arrays)
     if rule.scope.axes is not None:
         for number in filter(given.is_sparse, given.wrapped):
             arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
     wrapped = {
-        number: Leaf(arrays[number], part=part)
-        for number, part in parts.items()
-        if part is not None
+        number: WrappedLeaf(arrays[number], shard=shard)
+        for number, shard in shards.items()
+        if shard is not None
     }
-    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", wrapped=wrapped)
+    return Opened(theirs.leaf_info, theirs.leaves, arrays, given.spec, "params", wrapped=wrapped)
 
 
 def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
@@ -590,14 +594,14 @@ def _divide_alike(
     """Return the parameters and their parts, divided among processes as the gradients are where
     norms keep axes.
     """
-    parts = theirs.parts
-    for number in given.kinds.present:
-        part, leaf = given.part(number), theirs.leaves[number]
+    shards = theirs.shards
+    for number in given.leaf_info.present:
+        shard, leaf = given.shard(number), theirs.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
-        mine: Any = parts.get(number)
-        if (part and part.divided(axes)) != (mine and mine.divided(axes)):
-            arrays[number], parts[number] = (
-                mine.gather(leaf) if part is None else part.divide(leaf),
-                part,
+        mine: Any = shards.get(number)
+        if (shard and shard.divided(axes)) != (mine and mine.divided(axes)):
+            arrays[number], shards[number] = (
+                mine.gather(leaf) if shard is None else shard.divide(leaf),
+                shard,
             )
-    return arrays, parts
+    return arrays, shards

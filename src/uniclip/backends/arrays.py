@@ -28,7 +28,7 @@ from uniclip.backends.base import (
     ArrayFacts,
     Axes,
     Backend,
-    Memory,
+    Storage,
     Terms,
     cut,
     operand,
@@ -241,10 +241,10 @@ class Standard(Backend):
         self._refusals: dict[type, str | None] = {}
         """Why arrays of a class cannot be written, ``None`` if they can."""
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         double = all([self._device_of(array).has_float64 for array in arrays])
         return ArrayFacts(traced=False, reads=False, records=self.may_record, double=double)
 
@@ -352,7 +352,7 @@ class Standard(Backend):
     # Sums and products.
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
-        if terms.axes is not None and not self.facts(terms.arrays).double:
+        if terms.axes is not None and not self.array_facts(terms.arrays).double:
             terms = self._with_summed_axes_last(terms)
         if self._are_there(terms.arrays):
             return super().sums(mode, terms)
@@ -430,10 +430,10 @@ class Standard(Backend):
 
     # Arrays that are changed in place.
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         return [self._memory_of(leaf) for leaf in leaves]
 
-    def _memory_of(self, leaf: Any) -> Memory:
+    def _memory_of(self, leaf: Any) -> Storage:
         with self.computation_context(leaf):
             reason = self._class_refusal(leaf)
             if reason is not None or not self._has_views:
@@ -498,7 +498,7 @@ def _place(array: Any) -> tuple[str, str]:
     return str(getattr(array, "dtype", None)), str(getattr(array, "device", None))
 
 
-def _storage_of(leaf: Any) -> Memory:
+def _storage_of(leaf: Any) -> Storage:
     """Return a NumPy array at an array's place in memory, ``None`` if that is unknown;
     and why it cannot be written, if so.
     """

@@ -5,13 +5,13 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `kinds`, `is_array`, `unsupported_reason`, `leaf`; where they lie, and who
-  reads them: `mode`, `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
+- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
+  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
   `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
   `debug_infs`;
 - *may* be faster, and change arrays in place: `fast_path`, `sums`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `memory`, `write`; and have parts in several processes: `reducer`,
-  `copies`, `rank`;
+  `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
+  `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -35,7 +35,7 @@ Rebuild: TypeAlias = Callable[[Array], Any]
 Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
-Memory: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
+Storage: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
 """An array at a leaf's place in memory, if that is known,
 and why the leaf cannot be written, if so.
 """
@@ -85,7 +85,7 @@ class LeafInfo:
         storage formats.
         """
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
-        self.traced, self.reads, self.records, self.double = backend.facts(present)
+        self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
         self.dtype = norm_dtype(
             backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
@@ -94,7 +94,7 @@ class LeafInfo:
 
         Norms lie with the first leaf, whose device may have no float64 though that of others has.
         """
-        if not self.double and not backend.facts(present[:1]).double:
+        if not self.double and not backend.array_facts(present[:1]).double:
             self.dtype = backend.xp.float32
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
@@ -103,9 +103,9 @@ class LeafInfo:
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""
-        kinds = copy(self) if backend is None else LeafInfo(backend, [], ())
-        kinds.present, kinds.wrapped = (), ()
-        return kinds
+        leaf_info = copy(self) if backend is None else LeafInfo(backend, [], ())
+        leaf_info.present, leaf_info.wrapped = (), ()
+        return leaf_info
 
 
 def unchanged(array: Array) -> Array:
@@ -113,16 +113,16 @@ def unchanged(array: Array) -> Array:
     return array
 
 
-class Leaf(NamedTuple):
+class WrappedLeaf(NamedTuple):
     """An odd leaf: one that is not itself a dense array of floating-point numbers in
     this process.
     """
 
     array: Array
     """Its numbers as such an array; those of entries that are stored twice are summed."""
-    back: Rebuild = unchanged
+    rebuild: Rebuild = unchanged
     """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
-    view: Any = None
+    storage: Any = None
     """The leaf's own memory, if it has some: the array, or entries that are not summed,
     which one number multiplies.
     """
@@ -133,9 +133,9 @@ class Leaf(NamedTuple):
     """
     shape: Any = None
     """The lengths of the leaf, numbers or arrays, if it does not tell them."""
-    part: Any = None
+    shard: Any = None
     """Which part of a distributed leaf it is, with the attributes
-    of `uniclip.backends.torch.dtensor.Part`.
+    of `uniclip.backends.torch.dtensor.LocalShard`.
     """
 
     @property
@@ -143,7 +143,7 @@ class Leaf(NamedTuple):
         """Whether the array is not the leaf's own memory,
         so that what changes it in place is written back.
         """
-        return self.view is not self.array
+        return self.storage is not self.array
 
     @property
     def by_entry(self) -> bool:
@@ -239,7 +239,7 @@ class Products(NamedTuple):
 
     ``None`` if all have one factor.
     """
-    parts: Sequence[Any] | None = None
+    shards: Sequence[Any] | None = None
     """The part of a distributed leaf that each array is."""
     in_place: bool = False
     zero: bool = False
@@ -247,14 +247,14 @@ class Products(NamedTuple):
 
     def take(self, numbers: list[int], arrays: list[Array]) -> Products:
         """Return the products of others in the places of some of the arrays."""
-        axes, parts = (
-            given and [given[number] for number in numbers] for given in (self.axes, self.parts)
+        axes, shards = (
+            given and [given[number] for number in numbers] for given in (self.axes, self.shards)
         )
         return self._replace(
             arrays=arrays,
             places=[self.places[number] for number in numbers],
             axes=axes,
-            parts=parts,
+            shards=shards,
         )
 
     def is_single(self, number: int) -> bool:
@@ -271,10 +271,11 @@ class Products(NamedTuple):
             block: _rows_of(backend, self.blocks[block], users.count(block)) for block in set(users)
         }
         found = [rows[block][row] for block, row in self.places]
-        if self.parts is not None:
-            each = zip(found, self.parts, strict=True)
+        if self.shards is not None:
+            each = zip(found, self.shards, strict=True)
             found = [
-                value if part is None else part.weigh(value, inverse=True) for value, part in each
+                value if shard is None else shard.weigh(value, inverse=True)
+                for value, shard in each
             ]
         if self.axes is None:
             return found
@@ -348,7 +349,7 @@ class Backend:
 
     # What a leaf holds.
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         """Return a key that is equal for leaves of equal kinds, ``None`` for no key;
         ``None`` is a kind, too.
         """
@@ -369,7 +370,7 @@ class Backend:
         """
         return None
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         """Return what an odd leaf holds, whose array may be an odd leaf again.
 
         ``None`` for other leaves.
@@ -380,19 +381,29 @@ class Backend:
         if whole or not self.xp.isdtype(leaf.dtype, "integral"):
             return None
         # in the framework's default dtype
-        return Leaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))
+        return WrappedLeaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))
 
     # Where arrays are, and whether they have values.
 
-    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         """Return the mode of a step on leaves of these kinds.
 
         ``beside`` is a tree of all else that comes in.
         """
-        traced = kinds.traced or any([self.traced(array) for array in optree.tree_leaves(beside)])
-        return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
+        traced = leaf_info.traced or any(
+            [self.traced(array) for array in optree.tree_leaves(beside)]
+        )
+        return (
+            TRACED
+            if traced
+            else HOST
+            if leaf_info.reads
+            else RECORDED
+            if leaf_info.records
+            else LIBRARY
+        )
 
-    def facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         """Return the facts about the values of arrays,
         which do not change while their kinds are the same.
         """
@@ -526,7 +537,7 @@ class Backend:
 
     # Arrays that are changed in place; by default they never are.
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         """Return the memory of each leaf.
 
         ``None`` if a quick check shows that all can be written, and share none.
@@ -549,7 +560,7 @@ class Backend:
         """
         return None
 
-    def copies(
+    def replicas(
         self,
         arrays: list[Any],
         all_reduce: Any,
@@ -705,7 +716,9 @@ def _wide(backend: Backend, array: Array) -> Array:
     float64 if the library has it.
     """
     xp = backend.xp
-    dtype = xp.result_type(array.dtype, xp.float64 if backend.facts([array]).double else xp.float32)
+    dtype = xp.result_type(
+        array.dtype, xp.float64 if backend.array_facts([array]).double else xp.float32
+    )
     return cast(xp, array, dtype)
 
 

@@ -38,11 +38,11 @@ from uniclip.backends.base import (
     Axes,
     Backend,
     FastResult,
-    Leaf,
     LeafInfo,
     Op,
     Reduce,
     Terms,
+    WrappedLeaf,
     enter_both,
     operand,
     same,
@@ -456,16 +456,16 @@ class _JAX(Backend):
         "(array, op)"
     )
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         # Derivatives are traced.
-        return super().facts(arrays)._replace(records=False, double=_float64_is_whole())
+        return super().array_facts(arrays)._replace(records=False, double=_float64_is_whole())
 
-    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         # What is made of constants in compiled code is a tracer, and no host reads it.
-        return TRACED if _makes_tracers() else super().mode(kinds, beside)
+        return TRACED if _makes_tracers() else super().mode(leaf_info, beside)
 
     def allow_float64(self) -> AbstractContextManager[Any]:
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
@@ -579,7 +579,7 @@ class _JAX(Backend):
         names = names_of(all_reduce)
         return None if names is None else partial(_reduce_over_axes, names)
 
-    def copies(
+    def replicas(
         self,
         arrays: list[Array],
         all_reduce: Any,
@@ -629,12 +629,12 @@ class _JAX(Backend):
         # of which each process has a copy
         return bool(array.is_fully_addressable or array.is_fully_replicated)
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         # which JAX does not promote
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):
-            return Leaf(leaf.astype(jnp.float32))
+            return WrappedLeaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
-            return super().leaf(leaf, in_place=in_place, whole=whole)
+            return super().unwrap(leaf, in_place=in_place, whole=whole)
         summed = _sum_duplicates(leaf)
 
         def back(new: Array) -> Any:
@@ -644,7 +644,7 @@ class _JAX(Backend):
 
         alone = summed.n_sparse == 1 and not summed.n_batch
         # The index of padding lies behind the last row.
-        return Leaf(
+        return WrappedLeaf(
             summed.data,
             back,
             rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else (),

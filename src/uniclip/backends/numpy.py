@@ -28,7 +28,7 @@ from uniclip.backends.base import (
     Backend,
     FastResult,
     LeafInfo,
-    Memory,
+    Storage,
     Terms,
     fast_numbers,
     fill_places,
@@ -349,7 +349,7 @@ _FACTS = ArrayFacts._make((False, True, False, True))
 class _NumPy(Backend):
     writes = True
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([
             leaf.dtype
             if type(leaf) is np.ndarray
@@ -366,10 +366,10 @@ class _NumPy(Backend):
         floats = "float" in name and not name.endswith("e8m0fnu")
         return leaf.dtype.kind in "iufc" or floats
 
-    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         return HOST
 
-    def facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         return _FACTS
 
     def readable(self, array: Array) -> bool:
@@ -435,7 +435,7 @@ class _NumPy(Backend):
         new = array * factor  # a Python number keeps the dtype
         return new if new.dtype == array.dtype else new.astype(array.dtype)
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         # Scalars are read-only, too.
         return (
             None

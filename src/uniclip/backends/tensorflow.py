@@ -35,10 +35,10 @@ from uniclip.backends.base import (
     Axes,
     Backend,
     FastResult,
-    Leaf,
     LeafInfo,
     Op,
     Terms,
+    WrappedLeaf,
     enter_both,
     operand,
     row_slices,
@@ -218,10 +218,10 @@ namespace = SimpleNamespace(
 
 
 class _TensorFlow(Backend):
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
         return ArrayFacts(
             traced,
@@ -230,10 +230,10 @@ class _TensorFlow(Backend):
             double=True,
         )
 
-    def mode(self, kinds: LeafInfo, beside: Any = ()) -> int:
-        if kinds.traced or not tf.executing_eagerly():
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
+        if leaf_info.traced or not tf.executing_eagerly():
             return TRACED
-        return RECORDED if record.could_possibly_record() else HOST if kinds.reads else LIBRARY
+        return RECORDED if record.could_possibly_record() else HOST if leaf_info.reads else LIBRARY
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
@@ -362,12 +362,12 @@ class _TensorFlow(Backend):
         flat = tf.reshape(array, [-1])
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         if isinstance(leaf, tf.Variable):
-            return Leaf(tf.convert_to_tensor(leaf))
+            return WrappedLeaf(tf.convert_to_tensor(leaf))
         if isinstance(leaf, tf.IndexedSlices):
             return _open_slices(leaf, whole=whole)
-        return super().leaf(leaf, in_place=in_place, whole=whole)
+        return super().unwrap(leaf, in_place=in_place, whole=whole)
 
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
@@ -430,7 +430,7 @@ def _in_rows(array: Array) -> Array:
     )
 
 
-def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
+def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
     """Return the values, float32 or wider, with each row's sum at its first occurrence,
     and zeros at later ones.
 
@@ -450,7 +450,7 @@ def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
 
     summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
-    return Leaf(summed, back, rows=slices.indices, shape=_lengths_of(slices))
+    return WrappedLeaf(summed, back, rows=slices.indices, shape=_lengths_of(slices))
 
 
 def _lengths_of(slices: tf.IndexedSlices) -> Any:

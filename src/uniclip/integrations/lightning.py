@@ -184,7 +184,9 @@ class ClipGradients(Callback):
         as strategies omit them from theirs.
         """
         pairs = zip(self._numbers, self.handles, strict=True)
-        return {str(number): handle.state_dict() for number, handle in pairs if handle.rule.memory}
+        return {
+            str(number): handle.state_dict() for number, handle in pairs if handle.rule.stateful
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states of a checkpoint until there are optimizers, which are loaded later."""

@@ -239,7 +239,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         """Return the state of the rule; it is made at the first step in a graph."""
         graph = _outermost_graph()
         if graph not in self._memories:
-            params = _named(variables, {}) if self.rule.memory else {}
+            params = _named(variables, {}) if self.rule.stateful else {}
             first = self.rule.init(_zeros(params))
             names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
             # Outside of tf.function and tf.cond.

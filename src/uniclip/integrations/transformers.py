@@ -154,7 +154,7 @@ class ClipGradients(TrainerCallback):
         self.handle.logs()
         self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded
-        if self.rule.memory:
+        if self.rule.stateful:
             if saved or not state.global_step:  # else it warns, at the first step
                 self.handle.load_state_dict(saved)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)

@@ -265,7 +265,7 @@ class Limit:
     array([0.6, 0.8])
     """
 
-    memory: ClassVar[bool] = False
+    stateful: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``,
@@ -281,9 +281,9 @@ class Limit:
 
     def __init_subclass__(cls) -> None:
         """Refuse a limit that makes a first state and says that it has none."""
-        if "init" in vars(cls) and not cls.memory:
+        if "init" in vars(cls) and not cls.stateful:
             msg = (
-                f"{cls.__name__} has an init, which makes the first state: set memory = True in "
+                f"{cls.__name__} has an init, which makes the first state: set stateful = True in "
                 "the class"
             )
             raise TypeError(msg)
@@ -340,7 +340,7 @@ class BuiltIn(Printed, Limit):
 class StatefulLimit(BuiltIn):
     """A limit with memory."""
 
-    memory: ClassVar[bool] = True
+    stateful: ClassVar[bool] = True
 
 
 def zero_counts(context: Context) -> Array:

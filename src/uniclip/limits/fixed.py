@@ -297,9 +297,9 @@ class PerGroup(Printed, Limit):
         )
 
     @property
-    def memory(self) -> bool:  # type: ignore[override]
+    def stateful(self) -> bool:  # type: ignore[override]
         """Whether one of the limits has memory."""
-        return any(limit.memory for _, limit in self.limits)
+        return any(limit.stateful for _, limit in self.limits)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -332,7 +332,7 @@ class PerGroup(Printed, Limit):
         if constant and not compiling():
             values = context.asarray([float(min(limit.value, top)) for limit in limits])
             return align(context.xp, values, norms), state
-        states = state if self.memory else [NoState()] * len(limits)
+        states = state if self.stateful else [NoState()] * len(limits)
         rows = self._rows(limits, context)
         # Not `limit(...)`, as in `uniclip._core.step`.
         answers = [
@@ -351,7 +351,7 @@ class PerGroup(Printed, Limit):
             context.threshold = context.xp.concat(like, axis=0)
         return context.xp.concat(each, axis=0), tuple(
             new for _, new in answers
-        ) if self.memory else state
+        ) if self.stateful else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
         return [(limit, context.row(number)) for number, limit in enumerate(limits)]
@@ -398,7 +398,7 @@ def as_limit(value: Any) -> Limit:
         return value
     # Checked first, since a compiler cannot tell what else they are.
     if not isinstance(value, (float, int)):
-        fits = not callable(value) and not hasattr(value, "memory")
+        fits = not callable(value) and not hasattr(value, "stateful")
         called = isinstance(value, type) and issubclass(value, Limit)
         hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"
         check("max_norm, the limit,", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")

@@ -170,7 +170,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
         Without moments and other variables. Empty before ``build``, and for a rule without memory.
         """
-        if not (self.rule.memory and self.built):
+        if not (self.rule.stateful and self.built):
             return {}
         arrays = [keras.ops.convert_to_numpy(value_of(variable)) for variable in self._state]
         return to_dict(self.rule, optree.tree_unflatten(self._spec, arrays), self._stand_ins)

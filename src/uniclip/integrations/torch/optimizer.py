@@ -226,7 +226,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         raise_if_unnamed(rule, groups, known)
     check_record(record, all_reduce)
     single = not stepped.inner and has_hooks(stepped.outer)
-    if rule.memory and not single and not stepped.saves_state():
+    if rule.stateful and not single and not stepped.saves_state():
         msg = (
             f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
             f"out what {summarize(rule)} remembers: save handle.state_dict() beside it, and load it "
@@ -303,7 +303,7 @@ class Attached:
 
         ``None`` outside of a step.
         """
-        self._lacks_memory = bool(self.rule.memory) and _has_stepped(stepped.optimizers)
+        self._lacks_memory = bool(self.rule.stateful) and _has_stepped(stepped.optimizers)
         """Whether the optimizer knows more steps than the rule."""
         self._takes_params = looks_at("params", self.rule)
         self._spans_leaves = spans_leaves(self.rule)
@@ -514,18 +514,18 @@ class Attached:
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
             self.record.flush()
-        if self.rule.memory:
+        if self.rule.stateful:
             state_dict[_KEY] = self.state_dict()
 
     def _check(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
-        there = self.rule.memory and _KEY in state_dict
+        there = self.rule.stateful and _KEY in state_dict
         self._next_memory = self._look_up(state_dict[_KEY]) if there else None
 
     def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
         load, self._next_memory = self._next_memory, None
-        self._lacks_memory = self.rule.memory and load is None
+        self._lacks_memory = self.rule.stateful and load is None
         if load is not None:
             load()
 
