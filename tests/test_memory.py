@@ -932,6 +932,7 @@ def test_masked_leaves_that_come_later(framework: Framework) -> None:
         np.testing.assert_allclose(framework.numpy(found), framework.numpy(wanted), rtol=1e-6)
 
 
+@pytest.mark.cpu_only("an accelerator's flags are read steps later, or by logs()")
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")  # whose values the host reads at no cost
 @pytest.mark.parametrize(
     ("by", "why"), [(3.0, "a norm of 3 is above its bound"), (math.nan, "are not finite")]
