@@ -15,7 +15,7 @@ WAYS = ("clip_grad_norm_", "attach")
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
-def parts(step: dict[str, Any], growth: dict[str, Any]) -> dict[str, str]:
+def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> dict[str, str]:
     """Return the tables by name."""
     rows = step["rows"]
     torch, others = (
@@ -29,6 +29,11 @@ def parts(step: dict[str, Any], growth: dict[str, Any]) -> dict[str, str]:
         "growth": table(
             ["", "leaves", "first call", "compiler alone", "a run"], grown(growth["rows"])
         ),
+        "gpu": table(
+            ["on a GPU", "compared with", "its time", "uniclip", "speedup", "launches"],
+            on_gpu(gpu["rows"]),
+        ),
+        "gpu-versions": gpu_versions(gpu["about"]),
         "versions": (
             f"Steps were {versions(step['about'])} Many leaves were {versions(growth['about'])}"
         ),
@@ -84,6 +89,28 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
             for stage in ("first call", "compiler alone", "a run")
         ]
         yield [f"{PLACES[framework]}, `{rule}`", f"{' / '.join(cells['a run'])} of {size}", *ratios]
+
+
+def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the GPU's and the host's time of each function, and the speedup on the GPU."""
+    for row in rows:
+        native, ours = row["native"], row["uniclip"]
+        times = [
+            f"{duration(one['gpu_us'])} (host {duration(one['host_us'])})" for one in (native, ours)
+        ]
+        yield [
+            f"{row['what']}, {row['dtype']}, {'' if row['clipped'] else 'not '}clipped",
+            row["peer"],
+            *times,
+            number(native["gpu_us"] / ours["gpu_us"]),
+            f"{native['launches']} → {ours['launches']}",
+        ]
+
+
+def gpu_versions(about: dict[str, Any]) -> str:
+    """Return on which GPU, when, and with which versions the rows were measured, in a sentence."""
+    packages = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    return f"Measured on one {about['device']} in {about['date']} ({about['what']}; {packages})."
 
 
 def versions(about: dict[str, Any]) -> str:
