@@ -59,7 +59,7 @@ def expression(name: str) -> str:
 
 def facts(name: str) -> str:
     """Return a list table of a preset: its call, its four choices, and how to run it."""
-    run = "a `Clipper`, which keeps its state" if made(name).memory else "`uc.clip`"
+    run = "a `Clipper`, which keeps its state" if made(name).stateful else "`uc.clip`"
     rows = {
         "Call": f"{{py:func}}`{signature(name)} <uniclip.{name}>`",
         "[Choices](/the-four-choices.md)": expression(name),

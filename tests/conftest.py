@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kit.frameworks import COMPILED, EAGER, Framework
+from kit.frameworks import COMPILED, EAGER, Framework, put_on
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -66,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"]
     )
     parser.addoption(
+        "--device",
+        default="cpu",
+        help="where arrays are put, such as cuda or cuda:1; then --frameworks is torch or jax",
+    )
+    parser.addoption(
         "--old", help="the folder of uniclip_old, which tests/make_old.py makes, to compare with"
     )
     parser.addoption(
@@ -100,6 +105,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if "triton" in chosen(config):  # which reads it when it is imported
         os.environ |= {"TRITON_INTERPRET": "1", "UNICLIP_TRITON": "1"}
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
+
+    config.addinivalue_line(
+        "markers", "cpu_only(why): expects what a CPU alone promises; left out on another device"
+    )
+    device = config.getoption("--device")
+    if device == "cpu":
+        return
+    if len(chosen(config)) > 1 or chosen(config) - {"torch", "jax"}:
+        message = f"--device {device} needs --frameworks torch or --frameworks jax"
+        raise pytest.UsageError(message)
+    platform = device.partition(":")[0]
+    os.environ["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
+    put_on(device)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -141,6 +159,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = {*chosen(config), f"keras on {config.getoption('--keras-backend')}"}
     needed = lambda item: {name for mark in item.iter_markers("needs") for name in mark.args}
     left = {item for item in items if needed(item) - here}
+    if config.getoption("--device") != "cpu":
+        left |= {item for item in items if item.get_closest_marker("cpu_only")}
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]

@@ -113,7 +113,7 @@ def step_of(some: dict[str, Any]) -> Callable[..., Any]:
                 "report": shown,
                 "scalars": report.scalars(),
             }
-            if "example" in name and not rule.memory:
+            if "example" in name and not rule.stateful:
                 found[name]["sum"] = uc.clip_and_sum(grads, rule)[0]
         return found
 

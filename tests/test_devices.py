@@ -435,7 +435,7 @@ class Flags(NamedTuple):
 class Once(uc.Limit):
     """Limit norms once one was above 4; all that it remembers are flags."""
 
-    memory: ClassVar[bool] = True
+    stateful: ClassVar[bool] = True
 
     def init(self, norms: Any, context: uc.limits.Context) -> Flags:
         """Return the state before the first step."""

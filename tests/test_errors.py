@@ -137,7 +137,7 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     ),
     "limit that forgets": (
         TypeError,
-        ("memory = True",),
+        ("stateful = True",),
         lambda: type("Own", (uc.Limit,), {"init": max}),
     ),
 }
@@ -446,6 +446,7 @@ def test_a_call_is_refused_on_every_framework(framework: Framework, what: str) -
     require_unchanged(framework, grads, lambda g: call(framework, g), error, tokens)
 
 
+@pytest.mark.cpu_only("bounds on an accelerator are not read")
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 def test_bounds_that_cross_in_one_entry(framework: Framework) -> None:
     """Bounds in arrays are compared where they can be read."""

@@ -21,7 +21,7 @@ from uniclip.saved import from_dict, to_dict
 
 with np.load(DATA / "float64.npz") as _recorded:
     RULES = {name: every_rule(uniclip)[name] for name in _recorded}
-REMEMBERED = [name for name, rule in RULES.items() if rule.memory]
+REMEMBERED = [name for name, rule in RULES.items() if rule.stateful]
 FIELDS = {"norms": 2.0, "limits": 2.0, "factors": 2.0, "thresholds": 2.0, "gradients": 4.0}
 """By how many units in the last place results may differ:
 norms that are summed in float64 differ by 1.1 from these.

@@ -64,6 +64,7 @@ def test_the_peak_of_torch() -> None:
     assert 4 * MIB <= in_torch(lambda: [float(torch.zeros(MIB).sum()) for _ in range(4)]) < 5 * MIB
 
 
+@pytest.mark.cpu_only("it counts the host's memory")
 @pytest.mark.only("numpy", "torch", "tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
 def test_memory(framework: Framework, dtype: str) -> None:
@@ -107,6 +108,7 @@ def test_memory(framework: Framework, dtype: str) -> None:
         assert {name: most for name, most in found.items() if most >= little} == {}
 
 
+@pytest.mark.cpu_only("it counts the host's memory")
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("scope", ["leaves", "rows"])
 def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:

@@ -403,7 +403,7 @@ def test_a_mask_of_nothing_teaches_nothing() -> None:
 class Negate:
     """A rule of one's own that has only what every rule has."""
 
-    memory = False
+    stateful = False
 
     def init(self, grads: Any) -> Any:
         """Return no state."""
@@ -439,7 +439,7 @@ class Around:
     rules have.
     """
 
-    memory = True
+    stateful = True
 
     def __init__(self) -> None:
         self.rule = uc.Rule(uc.limits.ZScore(2.0, 0.5, warmup=2), scope=uc.scopes.each_leaf)
@@ -532,7 +532,7 @@ class Last(NamedTuple):
 class Previous(uc.Limit):
     """A limit of one's own that remembers: twice the norm of the step before."""
 
-    memory: ClassVar[bool] = True
+    stateful: ClassVar[bool] = True
 
     def init(self, norms: Any, context: uc.limits.Context) -> Last:
         """Return the norms before the first step."""
@@ -769,7 +769,7 @@ def test_a_rule_comes_back(name: str) -> None:
             one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed)
         )
     with pytest.raises(AttributeError):
-        rule.memory = True
+        rule.stateful = True
 
 
 PRINTED = {

@@ -111,7 +111,8 @@ def test_containers(framework: Framework, name: str) -> None:
     for found, wanted in zip(leaves(clipped), (0.6, 0.8), strict=True):
         close(framework, found, [wanted])
     within = leaves(uc.clip_by_norm(make(*arrays), 9.0))
-    assert [found is leaf for found, leaf in zip(within, arrays, strict=True)] == [True, True]
+    if framework.same_objects:
+        assert [found is leaf for found, leaf in zip(within, arrays, strict=True)] == [True, True]
     assert [framework.numpy(leaf).item() for leaf in arrays] == [3.0, 4.0]
 
 

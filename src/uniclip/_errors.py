@@ -41,11 +41,11 @@ class NonFiniteError(FloatingPointError, RuntimeError):
 def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
     """Raise a ``TypeError`` unless an argument is valid."""
     if not fits:
-        msg = f"{name} must be {wanted}, got {short(value)}"
+        msg = f"{name} must be {wanted}, got {summarize(value)}"
         raise TypeError(msg)
 
 
-def settle(choice: object, **values: object) -> None:
+def set_frozen_fields(choice: object, **values: object) -> None:
     """Set fields of a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(choice, name, value)
@@ -71,7 +71,7 @@ def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
         return value
     value = real(name, value, f"a number or a 0-d array{hint}")
     if isinstance(value, Real) and not float(value) >= 0:
-        msg = f"{name} must be 0 or more{hint}, got {short(value)}"
+        msg = f"{name} must be 0 or more{hint}, got {summarize(value)}"
         raise ValueError(msg)
     return value
 
@@ -118,7 +118,7 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
     except OverflowError as error:
         msg = (
             f"{name} must be within the range of a float (1.8e+308, or math.inf), got "
-            f"{short(value)}"
+            f"{summarize(value)}"
         )
         raise ValueError(msg) from error
 
@@ -138,7 +138,7 @@ def _single(array: Any) -> bool:
     )
 
 
-def refuse_in_step(loss: Any, params: Any = None) -> None:
+def check_step_arguments(loss: Any, params: Any = None) -> None:
     """Validate the loss of a step, and refuse it or ``all_reduce`` in the place of ``params``."""
     if params is not None:
         function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
@@ -161,17 +161,17 @@ def positive(name: str, value: Any) -> Any:
     """Validate a number above 0."""
     value = number(name, value)
     if not value > 0:
-        msg = f"{name} must be above 0, got {short(value)}"
+        msg = f"{name} must be above 0, got {summarize(value)}"
         raise ValueError(msg)
     return value
 
 
-def within(name: str, value: Any, low: float, high: float, hint: str = "") -> Any:
+def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> Any:
     """Validate a number in a range."""
     value = number(name, value)
     if not low <= value <= high:
         allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-        msg = f"{name} must be {allowed}{hint}, got {short(value)}"
+        msg = f"{name} must be {allowed}{hint}, got {summarize(value)}"
         raise ValueError(msg)
     return value
 
@@ -181,7 +181,7 @@ def below_one(name: str, value: Any) -> Any:
     value = number(name, value)
     if not 0 <= value < 1:
         percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""
-        msg = f"{name} must be from 0 to below 1{percent}, got {short(value)}"
+        msg = f"{name} must be from 0 to below 1{percent}, got {summarize(value)}"
         raise ValueError(msg)
     return value
 
@@ -198,13 +198,13 @@ def whole(name: str, value: Any, low: float = -math.inf) -> int:
         and "bool" not in str(getattr(value, "dtype", ""))
     )
     check(name, value, fits, "a whole number")
-    return within(name, result, low, math.inf) if low > -math.inf else result  # type: ignore[return-value]
+    return check_range(name, result, low, math.inf) if low > -math.inf else result  # type: ignore[return-value]
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Check that a value is one of the allowed names."""
     if not (isinstance(value, str) and value in allowed):
-        msg = f"{name} must be one of {', '.join(map(repr, allowed))}, got {short(value)}"
+        msg = f"{name} must be one of {', '.join(map(repr, allowed))}, got {summarize(value)}"
         raise ValueError(msg)
 
 
@@ -262,7 +262,7 @@ def public(module: str | None, name: str) -> str:
     return f"uc.{home}.{name}" if home in _CHOICES and name not in _BASES else f"uc.{name}"
 
 
-def short(value: object) -> str:
+def summarize(value: object) -> str:
     """Describe any value in a few words.
 
     An array by its class, dtype and shape, never by its entries.
@@ -287,7 +287,7 @@ def printed(key: object) -> str:
     One that holds an array is described in a few words.
     """
     text = "" if hasattr(key, "shape") else repr(key)
-    return text if 0 < len(text) <= _LONGEST else short(key)
+    return text if 0 < len(text) <= _LONGEST else summarize(key)
 
 
 def stable(text: str) -> str:
@@ -360,15 +360,15 @@ def _name_of(value: Any) -> str | None:
     elif value is None or isinstance(value, (Number, Decimal, str)):
         text = repr(value)
     elif isinstance(value, Printed):
-        text = value.as_source(short)
+        text = value.as_source(summarize)
     elif isinstance(value, type):
         text = f"the class {text}"
     elif isinstance(value, ModuleType):
         text = f"the module {value.__name__}"
     elif isinstance(value, functools.partial):
-        text = f"functools.partial({short(value.func)}, ...)"
+        text = f"functools.partial({summarize(value.func)}, ...)"
     elif is_dataclass(value) and not _is_array(value):
-        parts = [f"{f.name}={short(getattr(value, f.name, None))}" for f in fields(value)]
+        parts = [f"{f.name}={summarize(getattr(value, f.name, None))}" for f in fields(value)]
         text = f"{type(value).__qualname__}({', '.join(parts)})"
     return text
 
@@ -379,14 +379,14 @@ def _contained(value: Any) -> str | None:
         return None
     tree: Any = value
     leaves = optree.tree_leaves(tree)
-    kinds = {
+    leaf_info = {
         "array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value"
         for leaf in leaves
     }
     name = type(value).__qualname__
-    if type(value) is tuple and "array" not in kinds and len(leaves) <= _FEW:
-        return f"({', '.join(map(short, value))}{',' * (len(value) == 1)})"
-    kind = kinds.pop() if len(kinds) == 1 else "value"
+    if type(value) is tuple and "array" not in leaf_info and len(leaves) <= _FEW:
+        return f"({', '.join(map(summarize, value))}{',' * (len(value) == 1)})"
+    kind = leaf_info.pop() if len(leaf_info) == 1 else "value"
     many = f"{article(name)} {name} of {len(leaves)} {kind}{'' if len(leaves) == 1 else 's'}"
     return many if leaves else f"an empty {name}"
 

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Types of arguments, for type checkers and editors.
+"""Types of arguments and results, for readers, type checkers and editors.
 
-They are protocols, so that checkers find mistakes also where a framework is not installed. Results
-such as norms are ``Any``: they are arrays of the gradients' framework, which no type can express.
+A framework's arrays share no base class, so arrays are protocols: checkers find mistakes even if
+the framework is not installed. What an array API namespace returns is not typed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 """A tree of arrays, which is returned with the same structure."""
 
+Tree: TypeAlias = object
+"""A tree of arrays: any nesting of containers, or a single array."""
+
 
 class Array(Protocol):
-    """An array of any framework."""
+    """An array of any framework, as an argument."""
 
     @property
     def shape(self) -> Iterable[Any]:
@@ -29,9 +33,65 @@ class Array(Protocol):
         """The data type."""
 
 
+class Tensor(Protocol):
+    """An array with the operators of the array API standard, which the core computes with."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the axes."""
+
+    @property
+    def dtype(self) -> Any:
+        """The data type."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __add__(self, other: Any, /) -> Any: ...
+    def __radd__(self, other: Any, /) -> Any: ...
+    def __sub__(self, other: Any, /) -> Any: ...
+    def __rsub__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+    def __rmul__(self, other: Any, /) -> Any: ...
+    def __truediv__(self, other: Any, /) -> Any: ...
+    def __rtruediv__(self, other: Any, /) -> Any: ...
+    def __pow__(self, other: Any, /) -> Any: ...
+    def __rpow__(self, other: Any, /) -> Any: ...
+    def __neg__(self) -> Any: ...
+    def __lt__(self, other: Any, /) -> Any: ...
+    def __le__(self, other: Any, /) -> Any: ...
+    def __gt__(self, other: Any, /) -> Any: ...
+    def __ge__(self, other: Any, /) -> Any: ...
+    def __and__(self, other: Any, /) -> Any: ...
+    def __or__(self, other: Any, /) -> Any: ...
+    def __bool__(self) -> bool: ...
+
+
+Norms: TypeAlias = Tensor
+"""The norms of a block, of shape ``(k, *kept)``: one row for each group."""
+
+Limits: TypeAlias = Tensor
+"""The limits of a block, which broadcast against its norms."""
+
+Factors: TypeAlias = Tensor
+"""The factors of a block, in the shape of its norms."""
+
+Flags: TypeAlias = Tensor
+"""Booleans in the shape of norms, or one for all."""
+
+State: TypeAlias = tuple[Any, ...]
+"""The state of a limit: a named tuple of arrays; several blocks of norms have a tuple of these."""
+
+Namespace: TypeAlias = ModuleType
+"""An array API namespace."""
+
+DType: TypeAlias = object
+"""A data type of a framework."""
+
+Device: TypeAlias = object
+"""A device of a framework, ``None`` if it has one only."""
+
 Number: TypeAlias = float | Array
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
-"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype,
+"""Policies for gradients that hold NaN or an infinity, or whose norm overflows its dtype,
 see `uniclip.rule`.
 """
 Path: TypeAlias = tuple[Any, ...]
@@ -41,7 +101,7 @@ Path: TypeAlias = tuple[Any, ...]
 class Step(NamedTuple):
     """The optional arguments of a step."""
 
-    params: Any = None
+    params: Tree = None
     all_reduce: Any = None
     loss: Any = None
     norm: Any = None
@@ -50,6 +110,6 @@ class Step(NamedTuple):
     shared: Any = None
 
     @property
-    def alone(self) -> bool:
+    def single_process(self) -> bool:
         """Whether no other process takes part."""
         return self.all_reduce is None

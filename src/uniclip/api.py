@@ -13,9 +13,9 @@ from typing import Any
 
 from uniclip._core.apply import LIMIT_FOR_EACH_LAYER
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.step import decide, decide_generally
+from uniclip._core.step import run_general_step, run_step
 from uniclip._core.tree import open_tree
-from uniclip._errors import LIMIT, nonnegatives, real, short
+from uniclip._errors import LIMIT, nonnegatives, real, summarize
 from uniclip._types import Number, Step, T
 from uniclip.compose import AnyRule, ByValue, Masked, as_rule, walk_rules
 from uniclip.limits import NoState
@@ -182,14 +182,14 @@ def clip_and_sum(
         # What a mask leaves out would be summed without a limit.
         parts = any([isinstance(inner, Masked) for inner in walk_rules(rule)])
         hint = f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}" if parts else ""
-        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}{hint}"
+        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {summarize(rule)}{hint}"
         raise TypeError(msg)
-    _refuse_memory(
+    _check_state(
         rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped"
     )
     step = Step(params, all_reduce, shared=shared)
     # The lane knows no examples.
-    decision = decide_generally(rule, open_tree(grads), _NOTHING, step, rule.constant)
+    decision = run_general_step(rule, open_tree(grads), _NOTHING, step, rule.constant)
     return decision.summed(), decision.report()
 
 
@@ -264,7 +264,7 @@ def clip_by_norm(
     rule = (_rule_of_order(_EACH, ord) if axis is None else None) or by_norm(
         1.0, axis=axis, ord=ord
     )
-    return decide(
+    return run_step(
         rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
     ).clip_leaves()
 
@@ -298,7 +298,7 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return decide(
+    return run_step(
         _AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
     ).clip_leaves()
 
@@ -346,7 +346,7 @@ def clip_by_global_norm(
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
     step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
-    decision = decide(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
+    decision = run_step(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
     return decision.clip_leaves(), decision.norms()
 
 
@@ -378,7 +378,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     13.0
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    return decide(rule, grads, _NOTHING, max_norm=math.inf).norms()
+    return run_step(rule, grads, _NOTHING, max_norm=math.inf).norms()
 
 
 _USUAL, _NOTHING = Step(), NoState()
@@ -396,13 +396,13 @@ def _rule_of_order(rules: dict[float, Rule], ord: Any) -> Rule | None:
 def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
     rule = as_rule(rule)
     where = ", in_place=True" if step.in_place else ""
-    _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{where})")
+    _check_state(rule, f"clipped, state, report = rule.update(grads, state{where})")
     clipped, _, report = take_step(rule, grads, _NOTHING, step)
     return clipped, report
 
 
-def _refuse_memory(rule: Any, update: str) -> None:
-    if rule.memory:
+def _check_state(rule: Any, update: str) -> None:
+    if rule.stateful:
         how = f"use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
-        msg = f"{short(rule)} remembers earlier steps: {how}"
+        msg = f"{summarize(rule)} remembers earlier steps: {how}"
         raise ValueError(msg)

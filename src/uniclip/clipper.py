@@ -19,7 +19,7 @@ import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
 from uniclip._core.tree import Flat, flatten, place
-from uniclip._errors import check, short
+from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T
 from uniclip._warnings import warn
 from uniclip.backends import outlives, to_lists
@@ -53,7 +53,7 @@ from uniclip.saved import (
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_KEPT = 200
+MAX_PENDING_REPORTS = 200
 """How many reports wait to be averaged: so many small arrays are kept at most."""
 
 
@@ -250,7 +250,7 @@ class Clipper:
         last = self._last
         if last.loaded is not None:
             return to_saved(self.rule, last.loaded, convert)
-        if last.state is None or not self.rule.memory:
+        if last.state is None or not self.rule.stateful:
             return {}
         known = last.leaves is not None or labelled(self.rule)
         saved = Saved(
@@ -353,12 +353,12 @@ class Clipper:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
         if (
             state is None
-            or (self.rule.memory and labelled(self.rule))
+            or (self.rule.stateful and labelled(self.rule))
             or (self.record is not None and self.record.leaves)
         ):
             grads = flat = flatten(grads)
             nothing = all([leaf is None for leaf in flat.leaves])
-            if nothing and self.rule.memory and step.all_reduce is None:
+            if nothing and self.rule.stateful and step.all_reduce is None:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
                 return flat.unflatten(), report
@@ -370,7 +370,7 @@ class Clipper:
             # then there is a norm for every parameter
             if step.all_reduce is not None and step.params is not None:
                 flat = first
-            elif state is None and nothing and self.rule.memory:
+            elif state is None and nothing and self.rule.stateful:
                 raise ValueError(_describe_nothing(flat))
             if leaves is None or spec != flat.spec:
                 leaves_here = leaves_of(self.rule, flat)
@@ -380,11 +380,11 @@ class Clipper:
                     )
                 leaves, spec = leaves_here, flat.spec
             state = self._first(first, leaves) if state is None else state
-        self._refuse_traced(state)  # a graph cannot even use a state from outside
+        self._raise_if_traced(state)  # a graph cannot even use a state from outside
         # Before they are clipped.
         norms = None if self.record is None else self.record.norms_of(grads)
         clipped, state, report = take_step(self.rule, grads, state, step)
-        self._refuse_traced(state)
+        self._raise_if_traced(state)
         self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
         self._see(report, step.loss, norms)
         return clipped, report
@@ -422,15 +422,15 @@ class Clipper:
             )
         )
         msg = (
-            f"{MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is "
+            f"{MANY_SKIPPED} steps in a row were skipped by {summarize(self.rule)}, and nothing is "
             f"learned in them; {why}"
         )
         warn(msg)
 
-    def _refuse_traced(self, state: Any) -> None:
+    def _raise_if_traced(self, state: Any) -> None:
         if not outlives(optree.tree_leaves(state)):
             msg = (
-                f"Clipper({short(self.rule)}) would remember values of code that is being "
+                f"Clipper({summarize(self.rule)}) would remember values of code that is being "
                 "compiled, which runs once: use state = rule.init(grads) outside, and clipped, "
                 "state, report = rule.update(grads, state) inside"
             )
@@ -458,7 +458,7 @@ class _Window:
             return
         with self._lock:
             self._waiting.append(report)
-            if len(self._waiting) >= _KEPT:
+            if len(self._waiting) >= MAX_PENDING_REPORTS:
                 self._fold()
 
     def _fold(self) -> None:
@@ -490,7 +490,7 @@ def _describe_others(rule: Any, known: list[str], current: list[str]) -> str:
         else "their order has changed"
     )
     return (
-        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, "
+        f"{summarize(rule)} remembers each leaf or group by itself, and {change}: give the same tree, "
         "in the same order, at every step, with None in the place of a gradient that is absent"
     )
 

@@ -11,13 +11,21 @@ from typing import Any, ClassVar, TypeAlias
 
 import optree
 
-from uniclip._core.plan import is_new, refuse_one_answer
+from uniclip._core.plan import check_answers_differ, is_new
 from uniclip._core.step import state_where
 from uniclip._core.tree import Flat, Opened, backend_for, flatten, open_tree
-from uniclip._errors import check, describe, holds_arrays, home_of, real, settle, short
+from uniclip._errors import (
+    check,
+    describe,
+    holds_arrays,
+    home_of,
+    real,
+    set_frozen_fields,
+    summarize,
+)
 from uniclip._types import Array, Number, Path, Step
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.arrays import broadcasts, from_numpy, same_shape, surely_ordered
+from uniclip.backends.arrays import broadcasts, from_numpy, known_ordered, same_shape
 from uniclip.backends.base import cast, fill_places
 from uniclip.limits import NoState
 from uniclip.report import ChainReport, Report, without_skip
@@ -98,9 +106,9 @@ class Chain(BaseRule):
         return f"uc.chain({', '.join(show(rule) for rule in self.rules)})"
 
     @property
-    def memory(self) -> bool:
+    def stateful(self) -> bool:
         """Whether one of the rules has memory."""
-        return any(rule.memory for rule in self.rules)
+        return any(rule.stateful for rule in self.rules)
 
     def init(self, grads: Any) -> tuple[Any, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
@@ -112,10 +120,10 @@ class Chain(BaseRule):
         check(
             "state",
             state,
-            fits or not self.memory,
+            fits or not self.stateful,
             f"what init returned, a tuple of {len(self.rules)} states",
         )
-        states, new = state if self.memory else [NoState()] * len(self.rules), []
+        states, new = state if self.stateful else [NoState()] * len(self.rules), []
         report = ChainReport(())
         for rule, old in zip(self.rules, states, strict=True):
             skipped = report.skipped
@@ -125,7 +133,7 @@ class Chain(BaseRule):
                 after if skipped is None else state_where(skipped, after, old, expected=False)
             )
             report = ChainReport((*report.rules, of_rule))
-        if not self.memory:
+        if not self.stateful:
             return grads, state, report
         finite = report.finite
         return (
@@ -147,16 +155,16 @@ class Masked(BaseRule):
     def __post_init__(self) -> None:
         """Validate ``where``."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
-        settle(self, tells_apart=[])
+        set_frozen_fields(self, tells_apart=[])
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
         return f"uc.masked({show(self.rule)}, {show(self.where)})"
 
     @property
-    def memory(self) -> bool:
+    def stateful(self) -> bool:
         """Whether the rule has memory."""
-        return bool(self.rule.memory)
+        return bool(self.rule.stateful)
 
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
@@ -176,13 +184,13 @@ class Masked(BaseRule):
         leaves, spec = flatten(grads)
         chosen = self.choose_leaves(leaves, spec)
         # else others may have the rest
-        alone = step.alone and not any([leaf is None for leaf in leaves])
+        alone = step.single_process and not any([leaf is None for leaf in leaves])
         if alone and is_new(self):
-            with (backend_of(next(iter(leaves), None)) or DEFAULT).quiet():
+            with (backend_of(next(iter(leaves), None)) or DEFAULT).computation_context():
                 answers = [leaf is not None for leaf in chosen]
-                refuse_one_answer("masked(rule, where)", self.where, spec.paths(), answers)
+                check_answers_differ("masked(rule, where)", self.where, spec.paths(), answers)
             self.tells_apart.append(True)
-        if all([leaf is None for leaf in chosen]) and step.alone:
+        if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()
         clipped, state, report = take_step(self.rule, Flat(chosen, spec), state, step)
         report = without_skip(report)  # the other leaves are not skipped
@@ -227,7 +235,7 @@ def _truth(answer: Any) -> bool:
 class EachArray(BaseRule):
     """A rule without norm and memory; its reports are empty."""
 
-    memory = False
+    stateful = False
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
@@ -240,19 +248,19 @@ class EachArray(BaseRule):
         given = open_tree(grads, in_place=step.in_place, whole=True)
         backend, arrays, changes = given.backend, list(given.arrays), {}
         made: dict[str, Any] = {}
-        with backend.quiet(given.first):
+        with backend.computation_context(given.first):
             again = given.find_repeated()[1] if step.in_place else set()
-            numbers = [number for number in given.kinds.present if number not in again]
-            for number in given.odd:
+            numbers = [number for number in given.leaf_info.present if number not in again]
+            for number in given.wrapped:
                 if given.is_sparse(number):
-                    _with_place(given.place, number, self._refuse_rows, arrays[number])
+                    _with_place(given.place, number, self._raise_if_rows, arrays[number])
             new = self._change_all(given, [arrays[number] for number in numbers])
             if new is not None:
                 if step.in_place:
                     given.write(numbers)
                     return given.spec.unflatten(given.leaves), state, Report()
                 return given.close(fill_places(arrays, new)), state, Report()
-            for number in given.kinds.present:
+            for number in given.leaf_info.present:
                 changes[number] = _with_place(
                     given.place, number, self._change, given, arrays[number], made
                 )
@@ -281,7 +289,7 @@ class EachArray(BaseRule):
         """
         raise NotImplementedError
 
-    def _refuse_rows(self, array: Any) -> None:
+    def _raise_if_rows(self, array: Any) -> None:
         """Refuse the array that a sparse leaf stores,
         if there is something for each of its rows.
         """
@@ -301,14 +309,17 @@ class Function(EachArray):
         """Call the function, and return how to put the result in the place of the array."""
         result, xp = self.function(array), given.backend.xp
         if backend_of(result) is not given.backend or not same_shape(result.shape, array.shape):
-            hint = f"; call {short(self.function)} first" if hasattr(result, "update") else ""
+            hint = f"; call {summarize(self.function)} first" if hasattr(result, "update") else ""
             msg = (
                 "the function must return an array like the one it got, but it returned "
                 f"{describe(result)}{hint}"
             )
             raise TypeError(msg)
-        kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
-        wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
+        leaf_info = (
+            "complex floating",
+            "real floating",
+        )  # a kind holds those after it, and integers
+        wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in leaf_info] for a in (result, array))
         if given.in_place and wide > narrow:
             msg = (
                 f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; "
@@ -334,7 +345,9 @@ class ByValue(EachArray):
     def __post_init__(self) -> None:
         """Validate the bounds."""
         wanted = "a number or an array of real numbers (math.inf or -math.inf for no bound)"
-        settle(self, min=real("min", self.min, wanted), max=real("max", self.max, wanted))
+        set_frozen_fields(
+            self, min=real("min", self.min, wanted), max=real("max", self.max, wanted)
+        )
         if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:
             raise ValueError(self._wrong_way())
 
@@ -342,7 +355,7 @@ class ByValue(EachArray):
         """Return source text that evaluates to an equal rule."""
         return f"uc.by_value({show(self.min)}, {show(self.max)})"
 
-    def _refuse_rows(self, array: Any) -> None:
+    def _raise_if_rows(self, array: Any) -> None:
         """Refuse bounds for each row or entry, since at each step others are stored."""
         for bound in (self.min, self.max):
             shape: Any = getattr(bound, "shape", ())
@@ -350,7 +363,7 @@ class ByValue(EachArray):
                 len(array.shape) == 1 or (len(shape) >= len(array.shape) and shape[0] != 1)
             ):
                 msg = (
-                    f"it is sparse: {short(self)} has bounds for each "
+                    f"it is sparse: {summarize(self)} has bounds for each "
                     f"{'entry' if len(array.shape) == 1 else 'row'}, and at each step others are "
                     "stored; make the gradient dense, or give bounds for whole leaves"
                 )
@@ -358,8 +371,8 @@ class ByValue(EachArray):
 
     def _wrong_way(self) -> str:
         return (
-            f"min must not be above max, and neither NaN: got min={short(self.min)}, "
-            f"max={short(self.max)}"
+            f"min must not be above max, and neither NaN: got min={summarize(self.min)}, "
+            f"max={summarize(self.max)}"
         )
 
     def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:
@@ -388,7 +401,7 @@ class ByValue(EachArray):
                     f"{tuple(array.shape)}"
                 )
                 raise ValueError(msg)
-        if not surely_ordered(backend, low, high):
+        if not known_ordered(backend, low, high):
             raise ValueError(self._wrong_way())
         low, high = (backend.to_device_of(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
@@ -425,7 +438,7 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
         return xp.clip(bound, max(info.min, held.min), min(info.max, held.max))
     inside = max(info.min, min(info.max, bound))
     if not float(inside).is_integer():
-        msg = f"integer gradients need whole bounds, got {short(bound)}"
+        msg = f"integer gradients need whole bounds, got {summarize(bound)}"
         raise TypeError(msg)
     return int(inside)
 
@@ -440,7 +453,7 @@ A preset that was not called is a function, but returns no array.
 def as_rule(rule: AnyRule) -> BaseRule:
     """Return a rule as it is, a function of one gradient array as a rule."""
     known: Any = rule
-    if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
+    if hasattr(known, "stateful") and hasattr(known, "update") and not isinstance(known, type):
         return known
     home = home_of(known)
     if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
@@ -453,5 +466,5 @@ def as_rule(rule: AnyRule) -> BaseRule:
         )
     elif holds_arrays(known):
         hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
-    msg = f"rule must be a rule, {advice}, got {short(known)}{hint}"
+    msg = f"rule must be a rule, {advice}, got {summarize(known)}{hint}"
     raise TypeError(msg)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from uniclip import curves, limits, norms, scopes
-from uniclip._errors import Origin, public, settle, short, source, stable
+from uniclip._errors import Origin, public, set_frozen_fields, source, stable, summarize
 from uniclip.backends import backend_of, to_lists
 from uniclip.compose import ByValue, Chain, Function, Masked
 from uniclip.presets import adaptive, examples, fixed, relative
@@ -157,7 +157,7 @@ def from_config(
             case {"other": value} if other is not None:
                 result = other(value)
             case _ if not (part is None or isinstance(part, (bool, int, float, str))):
-                result = _refuse_config(part)
+                result = _check_config(part)
         return result
 
     return again(config)
@@ -221,7 +221,7 @@ def _settle_origin(rule: Any, call: Any, again: Callable[[Any], Any]) -> None:
 
     # Without its origin, a rule prints its choices.
     if stable(repr(replace(made))) == stable(repr(rule)):
-        settle(rule, origin=made.origin)
+        set_frozen_fields(rule, origin=made.origin)
 
 
 def _refuse(value: Any) -> Any:
@@ -238,8 +238,8 @@ def _refuse(value: Any) -> Any:
     raise TypeError(msg)
 
 
-def _refuse_config(part: Any) -> Any:
-    msg = f"{short(part)} is no part of the config of a rule: pass what to_config returned"
+def _check_config(part: Any) -> Any:
+    msg = f"{summarize(part)} is no part of the config of a rule: pass what to_config returned"
     raise ValueError(msg)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from uniclip._errors import Printed, positive, settle
+from uniclip._errors import Printed, positive, set_frozen_fields
 
 __all__ = [
     "NonMonotonic",
@@ -146,7 +146,7 @@ class Regularized(Printed):
 
     def __post_init__(self) -> None:
         """Refuse values that would divide by zero."""
-        settle(self, gamma=positive("gamma", self.gamma))
+        set_frozen_fields(self, gamma=positive("gamma", self.gamma))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""
@@ -175,7 +175,7 @@ class NonMonotonic(Printed):
 
     def __post_init__(self) -> None:
         """Refuse values that would divide by zero."""
-        settle(self, r=positive("r", self.r))
+        set_frozen_fields(self, r=positive("r", self.r))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""
@@ -202,14 +202,14 @@ class RejectAbove(Printed):
 
     def __post_init__(self) -> None:
         """Refuse what is no number above 0."""
-        settle(self, bound=positive("bound", self.bound))
+        set_frozen_fields(self, bound=positive("bound", self.bound))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:
         """Return the factor."""
         return xp.where(norm > self.bound, xp.zeros_like(norm), hard(xp, norm, limit))
 
 
-def within(curve: Any) -> bool:
+def never_amplifies(curve: Any) -> bool:
     """Whether the factor of a curve is 1 at most, however large the limit."""
     return curve is hard or rejects(curve)
 

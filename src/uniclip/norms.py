@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from uniclip._errors import Printed, number, settle, short
+from uniclip._errors import Printed, number, set_frozen_fields, summarize
 
 __all__ = ["L1", "L2", "MEAN", "RMS", "Linf", "Norm"]
 
@@ -44,13 +44,13 @@ class Norm(Printed):
         """Validate the order."""
         wanted = "a number of at least 1 (or math.inf)"
         name = "ord, the order of a norm,"
-        settle(
+        set_frozen_fields(
             self,
             ord=number(name, self.ord, wanted),
             size_power=number("size_power", self.size_power),
         )
         if not self.ord >= 1:
-            msg = f"{name} must be {wanted}, got {short(self.ord)}"
+            msg = f"{name} must be {wanted}, got {summarize(self.ord)}"
             raise ValueError(msg)
         if not math.isfinite(self.size_power):
             msg = f"size_power must be finite, got {self.size_power}"

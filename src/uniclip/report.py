@@ -15,7 +15,7 @@ from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no publ
 
 from uniclip._core.plan import Plan
 from uniclip._core.tree import NAMESPACE, flatten
-from uniclip._errors import short
+from uniclip._errors import summarize
 from uniclip.backends import MET, Backend, backend_of, library_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 
@@ -136,7 +136,7 @@ class Report:
         if not norms:
             return {}
         backend = library_of(norms[0])
-        with backend.quiet(norms[0]):
+        with backend.computation_context(norms[0]):
             return scalars_of(backend, norms, limits, factors, self.skipped, thresholds)
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ class LazyReport(Report):
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not norms or some_absent or any([0 in n.shape for n in norms]):
             return super().scalars()
-        with plan.math.backend.quiet(norms[0]):
+        with plan.math.backend.computation_context(norms[0]):
             limits = list(map(plan.math.cast_limit, values.limits, norms))
             thresholds = list(map(plan.math.cast_limit, values.thresholds or (), norms))
             scalars = scalars_of(
@@ -247,11 +247,11 @@ class LazyReport(Report):
             return {name: plan.math.to_library(value) for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
-        _refuse_name(name)
+        _check_name(name)
         if name in self._fields or self.values is None:
             return self._fields[name]
         math_, norms = self.values.plan.math, self.values.norms
-        with math_.backend.quiet(norms[0] if norms else None):
+        with math_.backend.computation_context(norms[0] if norms else None):
             field = _arrange(self.values, name)
         if not math_.compiled:  # a tracer of one branch must not be found in another
             self._fields[name] = field
@@ -319,12 +319,12 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
     __repr__ = Report.__repr__
 
     def __getattr__(self, name: str) -> Any:
-        _refuse_name(name)
+        _check_name(name)
         values = [getattr(report, name) for report in self.rules]
         flags = [value for value in values if value is not None]
         if not flags or name not in _JOINED:
             return tuple(values) if flags else None
-        with library_of(flags[0]).quiet(flags[0]):
+        with library_of(flags[0]).computation_context(flags[0]):
             return reduce(_JOINED[name], flags)
 
     def scalars(self) -> dict[str, Any]:
@@ -338,12 +338,12 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
             scalars = [of_rule[name] for of_rule in each if name in of_rule]
             if scalars:
                 backend = library_of(scalars[0])
-                with backend.quiet(scalars[0]):
+                with backend.computation_context(scalars[0]):
                     joined[name] = _over(backend, getattr(backend.xp, function), scalars)
         if joined and skipped is not None:  # also by a rule without norms
             share = joined[SHARE]
             backend = library_of(share)
-            with backend.quiet(share):
+            with backend.computation_context(share):
                 joined[LOGGED[-1]] = backend.xp.asarray(skipped, dtype=share.dtype)
         return joined
 
@@ -357,7 +357,7 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {"clipped": or_, "finite": and_, "skipped": or_}
 
 
-def _refuse_name(name: str) -> None:
+def _check_name(name: str) -> None:
     if name not in FIELDS:
         msg = f"a report has no {name!r}: it has {', '.join(FIELDS)}, and scalars()"
         raise AttributeError(msg)
@@ -473,7 +473,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
         backend_of(alike[0])
         backend = MET.get(type(alike[0]))
         if backend is None:
-            msg = f"a report holds {short(alike[0])}, which is no array"
+            msg = f"a report holds {summarize(alike[0])}, which is no array"
             raise TypeError(msg)
         if any(map(backend.traced, alike)):
             msg = (
@@ -481,7 +481,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
                 "and use it outside"
             )
             raise TypeError(msg)
-        with backend.quiet():
+        with backend.computation_context():
             for number, array in zip(numbers, getattr(backend, hook)(alike), strict=True):
                 made[number] = array
     return made

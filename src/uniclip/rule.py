@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.plan import plan_of
-from uniclip._core.step import decide, first_state
+from uniclip._core.step import first_state, run_step
 from uniclip._core.tree import Flat, open_tree
-from uniclip._errors import Origin, Printed, attributes_of, check, flag, held_by, one_of, settle
+from uniclip._errors import (
+    Origin,
+    Printed,
+    attributes_of,
+    check,
+    flag,
+    held_by,
+    one_of,
+    set_frozen_fields,
+)
 from uniclip._types import NonFinite, Number, Step, T
 from uniclip.curves import Curve, hard, rejects
 from uniclip.limits import Constant, Limit, NoState, PerGroup, Schedule
@@ -46,7 +55,7 @@ class Choices(Printed):
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
     # Found out when a rule is made:
-    memory: ClassVar[bool]
+    stateful: ClassVar[bool]
     """Whether the rule has memory, a state that changes from step to step."""
     simple: ClassVar[bool]
     """Whether it is one Euclidean norm with a constant limit and nothing else."""
@@ -89,7 +98,7 @@ class Choices(Printed):
     def __post_init__(self) -> None:
         """Convert a number or an array to a constant limit, and validate the choices."""
         if not isinstance(self.limit, Limit):
-            settle(self, limit=as_limit(self.limit))
+            set_frozen_fields(self, limit=as_limit(self.limit))
         check(
             "scope",
             self.scope,
@@ -118,9 +127,9 @@ class Choices(Printed):
         held = [value for choice in (*others, self.curve) for value in attributes_of(choice)]
         held += [value for function in (self.curve, *held) for value in held_by(function)]
         holds_arrays = any([hasattr(value, "shape") for value in held])
-        settle(
+        set_frozen_fields(
             self,
-            memory=bool(limit.memory),
+            stateful=bool(limit.stateful),
             constant=constant,
             simple=constant is not None
             and (scope.label, scope.axes, self.norm, self.nonfinite)
@@ -131,7 +140,7 @@ class Choices(Printed):
             and all(
                 [isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]
             ),
-            decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
+            decides=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
             elementwise_curve=getattr(self.curve, "__module__", "") == hard.__module__
             and not rejects(self.curve),
@@ -152,7 +161,7 @@ class Choices(Printed):
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
-        settle(self, **held)
+        set_frozen_fields(self, **held)
         self._find_out()
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
@@ -167,7 +176,7 @@ P = ParamSpec("P")
 class BaseRule(Printed):
     """A rule, which takes a step with validated arguments."""
 
-    memory: ClassVar[Any]
+    stateful: ClassVar[Any]
     """Whether the rule has memory, a state that changes from step to step."""
 
     def init(self, grads: Any) -> Any:
@@ -271,15 +280,17 @@ class Rule(Choices, BaseRule):
         -------
         state : tree of arrays
         """
-        if not self.memory:
+        if not self.stateful:
             return NoState()
         given = open_tree(grads, "params")
-        with given.backend.quiet(given.first):
-            return first_state(self, given, plan_of(self, given, given.backend.mode(given.kinds)))
+        with given.backend.computation_context(given.first):
+            return first_state(
+                self, given, plan_of(self, given, given.backend.mode(given.leaf_info))
+            )
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
-        decision = decide(self, grads, state, step)
+        decision = run_step(self, grads, state, step)
         return decision.clip_leaves(), decision.state, decision.report()
 
 
@@ -289,7 +300,7 @@ def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
     @wraps(make)
     def call(*positional: P.args, **named: P.kwargs) -> Rule:
         rule = make(*positional, **named)
-        settle(rule, origin=Origin(call, positional, named))
+        set_frozen_fields(rule, origin=Origin(call, positional, named))
         return rule
 
     return call

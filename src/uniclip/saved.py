@@ -27,7 +27,7 @@ import optree
 
 from uniclip._core.plan import label_of
 from uniclip._core.tree import Flat, flatten, place
-from uniclip._errors import check, short, stable
+from uniclip._errors import check, stable, summarize
 from uniclip._version import version
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of, to_lists
 from uniclip.compose import Chain, Masked, as_rule, walk_rules
@@ -92,7 +92,7 @@ def array_like(backend: Backend, name: str, value: Any, like: Any) -> Any:
         )
         raise ValueError(msg)
     value = value if backend_of(value) is backend else np.asarray(to_lists(value))
-    with backend.quiet(like):
+    with backend.computation_context(like):
         return backend.to_device_of(like, backend.xp.asarray(value, dtype=like.dtype))
 
 
@@ -126,7 +126,7 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
     rule = as_rule(rule)
     return (
         to_saved(rule, Saved(leaves_of(rule, flatten(grads)), values_of(state)))
-        if rule.memory
+        if rule.stateful
         else {}
     )
 
@@ -240,14 +240,14 @@ def from_saved(saved: Any, rule: Any) -> Saved:
     ValueError
         If it has another format, lacks an entry, or belongs to another rule.
     """
-    _refuse_format(saved)
+    _check_format(saved)
     if (
         not isinstance(saved, dict)
         or not set(_ENTRIES) <= set(saved)
         or not isinstance(saved["state"], dict)
     ):
         msg = (
-            f"the saved state, {short(saved)}, does not say whose norms it holds: {_ANEW}; or, if "
+            f"the saved state, {summarize(saved)}, does not say whose norms it holds: {_ANEW}; or, if "
             "it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, "
             "'state': {name: array}}"
         )
@@ -255,7 +255,7 @@ def from_saved(saved: Any, rule: Any) -> Saved:
     ours, theirs = identity(rule), saved["rule"]
     if theirs not in (ours, None):
         msg = (
-            f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this "
+            f"the saved state is that of another rule than {summarize(rule)}: it is of {theirs}, this "
             f"one of {ours}; give the same rule, or {_ANEW}"
         )
         raise ValueError(msg)
@@ -324,7 +324,7 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
             }
             if missing:
                 msg = (
-                    f"the saved state of {short(rule)} and one here differ in {sorted(missing)}: "
+                    f"the saved state of {summarize(rule)} and one here differ in {sorted(missing)}: "
                     f"{_ANEW}"
                 )
                 raise ValueError(msg)
@@ -359,12 +359,12 @@ def values_of(state: Any) -> dict[str, Any]:
     return dict(zip(names_of(state), optree.tree_leaves(state), strict=True))
 
 
-def _refuse_format(saved: Any) -> None:
+def _check_format(saved: Any) -> None:
     """Refuse a state in an unknown format."""
     name = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
     if isinstance(name, bool) or name != FORMAT:
         msg = (
-            f"the saved state has the format {short(name)}, and uniclip {version()} knows the "
+            f"the saved state has the format {summarize(name)}, and uniclip {version()} knows the "
             f"format {FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
         )
         raise ValueError(msg)
@@ -376,7 +376,7 @@ def _fill_state(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
     names = [_name_of_path(path) for path in accessors]
     if set(names) != set(numbers):
         msg = (
-            f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has "
+            f"the saved state has {sorted(numbers)}, and one of {summarize(rule)} here has "
             f"{sorted(names)}: {_ANEW}"
         )
         raise ValueError(msg)
@@ -461,7 +461,7 @@ def _describe_mismatch(rule: Any, theirs: list[str], ours: list[str]) -> str:
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []
     what += [f"none of {shown(extra)}"] if extra else []
     return (
-        f"the saved state of {short(rule)} is that of other leaves: it holds "
+        f"the saved state of {summarize(rule)} is that of other leaves: it holds "
         f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or "
         f"{_ANEW} (if only their names have changed, give it the new ones by "
         "uniclip.saved.renamed)"
@@ -499,7 +499,7 @@ def identity(rule: Any) -> str:
     Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor
     are functions and rules without memory.
     """
-    if not rule.memory:
+    if not rule.stateful:
         return "-"
     if isinstance(rule, Chain):
         return f"chain({', '.join(map(identity, rule.rules))})"
@@ -517,7 +517,7 @@ def labelled(rule: Any) -> bool:
     """Whether a state of the rule belongs to certain leaves or groups."""
     return any(
         [
-            isinstance(one, Rule) and one.memory and one.scope.label is not everything
+            isinstance(one, Rule) and one.stateful and one.scope.label is not everything
             for one in walk_rules(rule)
         ]
     )
@@ -528,7 +528,7 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
 
     ``flat`` is a flattened tree.
     """
-    if not rule.memory:
+    if not rule.stateful:
         return []
     if isinstance(rule, Chain):
         return [part for inner in rule.rules for part in leaves_of(inner, flat)]
@@ -551,12 +551,12 @@ def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any
     """Yield each rule with memory, in the order of `leaves_of`,
     behind the beginning of the names of its numbers.
     """
-    if isinstance(rule, Chain) and rule.memory:
+    if isinstance(rule, Chain) and rule.stateful:
         for number, inner in enumerate(rule.rules):
             yield from memories_of(inner, (*way, f"{number}."))
     elif isinstance(rule, Masked):
         yield from memories_of(rule.rule, way)
-    elif rule.memory:
+    elif rule.stateful:
         yield "".join(way), rule
 
 
@@ -579,7 +579,7 @@ def _describe_limit(limit: Any) -> str:
         inside = [
             f"{stable(repr(label))}: {_describe_limit(inner)}"
             for label, inner in limit.limits
-            if inner.memory
+            if inner.stateful
         ]
         return f"PerGroup({', '.join(sorted(inside))})"
     values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from uniclip._errors import Printed, check, settle, whole
+from uniclip._errors import Printed, check, set_frozen_fields, whole
 from uniclip._types import Path
 
 __all__ = [
@@ -57,7 +57,7 @@ class Scope(Printed):
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
         if self.axes is not None and not callable(self.axes):
-            settle(self, axes=_axis_numbers(self.axes))
+            set_frozen_fields(self, axes=_axis_numbers(self.axes))
         check(
             "label",
             self.label,
@@ -124,7 +124,7 @@ class FanIn:
     def __post_init__(self) -> None:
         """Validate the axis."""
         if self.axis is not None:
-            settle(self, axis=whole("axis", self.axis))
+            set_frozen_fields(self, axis=whole("axis", self.axis))
 
     def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
         """Return all axes but the output axis."""

@@ -46,6 +46,8 @@ class Framework:
     """Whether arrays have no values while the code runs."""
     writes = True
     """Whether arrays can be changed in place."""
+    device = "cpu"
+    """The device that arrays are put on, by the name that the framework has for it."""
 
     @property
     def dtypes(self) -> list[str]:
@@ -249,12 +251,12 @@ class Torch(Framework):
     def array(self, values: Any, dtype: str = "float32") -> Any:
         import torch
 
-        return torch.tensor(_castable(values, dtype)).to(getattr(torch, dtype))
+        return torch.tensor(_castable(values, dtype)).to(self.device, getattr(torch, dtype))
 
     def numpy(self, array: Any) -> np.ndarray:
         import torch
 
-        array = array.detach()
+        array = array.detach().cpu()
         return (array.float() if array.dtype is torch.bfloat16 else array).numpy()
 
     def owns(self, array: Any) -> bool:
@@ -309,13 +311,14 @@ class Torch(Framework):
     ) -> Any:
         import torch
 
+        indices = torch.tensor([rows], device=self.device)
         return torch.sparse_coo_tensor(
-            [rows], self.array(values, dtype), shape, check_invariants=True
+            indices, self.array(values, dtype), shape, check_invariants=True
         )
 
     def dense(self, leaf: Any) -> np.ndarray:
         assert leaf.is_sparse
-        return leaf.to_dense().numpy()
+        return leaf.to_dense().cpu().numpy()
 
 
 class TorchCompile(Torch):
@@ -507,9 +510,14 @@ class JAX(Framework):
     default_float = "float32"
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
+        import jax
         import jax.numpy as jnp
 
-        return jnp.asarray(np.asarray(values, dtype=_numpy_dtype(dtype)))
+        array = jnp.asarray(np.asarray(values, dtype=_numpy_dtype(dtype)))
+        if self.device == "cpu":
+            return array
+        platform, _, index = self.device.partition(":")
+        return jax.device_put(array, jax.devices(platform)[int(index or 0)])
 
     def owns(self, array: Any) -> bool:
         import jax
@@ -574,6 +582,18 @@ class JAXx64(JAXJit):
 
         with jax.enable_x64(True):
             yield
+
+
+def put_on(device: str) -> None:
+    """Put the arrays of PyTorch and JAX on a device from now on.
+
+    An accelerator's values are not read unless a rule has to, so unclipped gradients come back as
+    new arrays, and errors about values are not raised.
+    """
+    for framework in (Torch, JAX):
+        framework.device = device
+        framework.same_objects = False
+        framework.raises = False
 
 
 EAGER: dict[str, tuple[type[Framework], ...]] = {

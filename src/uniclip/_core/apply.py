@@ -10,9 +10,9 @@ import numpy as np
 
 from uniclip._core.plan import Plan, plan_of
 from uniclip._core.tree import Opened, open_tree
-from uniclip._errors import short
+from uniclip._errors import summarize
 from uniclip.backends import Backend
-from uniclip.backends.base import HOST, LIBRARY, Lane, Products, cast
+from uniclip.backends.base import HOST, LIBRARY, FastResult, Products, cast
 from uniclip.report import LazyReport, Report, StepValues, report_of
 from uniclip.scopes import everything
 
@@ -27,7 +27,7 @@ LIMIT_FOR_EACH_LAYER = (
 """How to limit each example's gradient layer by layer, for errors."""
 
 
-class Decision(NamedTuple):
+class StepResult(NamedTuple):
     """What a step comes to before anything is multiplied."""
 
     rule: Choices
@@ -44,7 +44,7 @@ class Decision(NamedTuple):
         products = self._products_of(
             numbers, [arrays[number] for number in numbers], self.values.factors
         )
-        with given.backend.quiet(given.first):
+        with given.backend.computation_context(given.first):
             if given.in_place:
                 multiply_in_place(given, numbers, products)
                 return given.spec.unflatten(given.leaves)
@@ -84,7 +84,7 @@ class Decision(NamedTuple):
             blocks,
             [plan.places[number] for number in numbers],
             plan.along and [plan.along[number] for number in numbers],
-            [given.part(number) for number in numbers] if given.odd else None,
+            [given.shard(number) for number in numbers] if given.wrapped else None,
             given.in_place,
             self.rule.zeroes,
         )
@@ -92,9 +92,9 @@ class Decision(NamedTuple):
     def summed(self) -> Any:
         """Return the sum of the clipped gradients along their first axis."""
         given, plan, backend = self.given, self.plan, self.given.backend
-        _refuse_summed(given, plan)
-        xp, numbers = backend.xp, given.kinds.present
-        with backend.quiet(given.first):
+        _check_summable(given, plan)
+        xp, numbers = backend.xp, given.leaf_info.present
+        with backend.computation_context(given.first):
             arrays = [given.arrays[number] for number in numbers]
             wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
             products = self._products_of(
@@ -109,8 +109,8 @@ class Decision(NamedTuple):
                 total = cast(
                     xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype
                 )
-                part = given.part(number)
-                leaves[number] = total if part is None else part.sum_examples(leaf, total)
+                shard = given.shard(number)
+                leaves[number] = total if shard is None else shard.sum_examples(leaf, total)
             return given.spec.unflatten(leaves)
 
     def norms(self) -> Any:
@@ -127,40 +127,40 @@ def multiply_in_place(opened: Opened, numbers: list[int], products: Products) ->
 
     Entries that were made 0 when they were measured are written, too.
     """
-    backend, odd = opened.backend, opened.odd
-    arrays = [odd[n].array if n in odd else leaf for n, leaf in enumerate(opened.leaves)]
-    zeroed = [n for n in opened.kinds.present if arrays[n] is not opened.arrays[n]]
+    backend, wrapped = opened.backend, opened.wrapped
+    arrays = [wrapped[n].array if n in wrapped else leaf for n, leaf in enumerate(opened.leaves)]
+    zeroed = [n for n in opened.leaf_info.present if arrays[n] is not opened.arrays[n]]
     if not (numbers or zeroed):
         return
     repeated, again = opened.find_repeated()
-    for row, number in enumerate(numbers) if odd else ():
+    for row, number in enumerate(numbers) if wrapped else ():
         whole = (
-            number in odd
+            number in wrapped
             and number not in repeated
             and number not in zeroed
             and products.is_single(row)
         )
-        if whole and odd[number].view is not None:
-            arrays[number] = odd[number].view
+        if whole and wrapped[number].storage is not None:
+            arrays[number] = wrapped[number].storage
     for number in zeroed:
         if number not in again:
             backend.write(arrays[number], lambda _, new: new, opened.arrays[number])
     rows = (
         [row for row, number in enumerate(numbers) if number not in again]
-        if odd or again or zeroed
+        if wrapped or again or zeroed
         else []
     )
-    if rows or (numbers and not (odd or again or zeroed)):
+    if rows or (numbers and not (wrapped or again or zeroed)):
         backend.scale(
             products.take(rows, [arrays[numbers[row]] for row in rows]) if rows else products
         )
     changed = {*numbers, *zeroed} - again
-    opened.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
+    opened.write([n for n, leaf in wrapped.items() if arrays[n] is leaf.array and n in changed])
 
 
-def _refuse_summed(given: Opened, plan: Plan) -> None:
+def _check_summable(given: Opened, plan: Plan) -> None:
     """Refuse norms over all examples, and leaves with different numbers of examples."""
-    present = given.kinds.present
+    present = given.leaf_info.present
     every = given.shapes()
     shapes = [tuple(every[number]) for number in present]
     for number, shape in zip(present, shapes, strict=True):
@@ -168,7 +168,7 @@ def _refuse_summed(given: Opened, plan: Plan) -> None:
         if shape and (axes is None or 0 in axes):
             msg = (
                 "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
-                f"{short(plan.scope)}, takes one norm over all of them"
+                f"{summarize(plan.scope)}, takes one norm over all of them"
             )
             if plan.scope.label not in {None, everything}:
                 msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
@@ -183,23 +183,23 @@ def _refuse_summed(given: Opened, plan: Plan) -> None:
             raise ValueError(msg)
 
 
-class LaneDecision(NamedTuple):
+class FastStepResult(NamedTuple):
     """What a step came to in the lane of a backend, where all is done already."""
 
     rule: Choices
     backend: Backend
     close: Callable[[list[Any]], Any]
     """Makes a tree like the one that was opened."""
-    lane: Lane
+    fast_path: FastResult
     state: Any
 
     def clip_leaves(self) -> Any:
         """Return the clipped gradients, like those given."""
-        return self.close(self.lane.leaves)
+        return self.close(self.fast_path.leaves)
 
     def norms(self) -> Any:
         """Return the norm as an array of the library, 0-d and float32."""
-        norm, device = self.lane.norm, self.lane.device
+        norm, device = self.fast_path.norm, self.fast_path.device
         return (
             self.backend.from_host(np.array(norm, np.float32), device)
             if isinstance(norm, float)
@@ -208,16 +208,20 @@ class LaneDecision(NamedTuple):
 
     def report(self) -> Report:
         """Return the report, which holds no gradient, and is arranged on first access."""
-        norm, limit, factor, _, device = self.lane
-        lane = Lane(norm, limit, factor, [], device)  # at each step: _replace takes a µs
-        return LazyReport(LaneDecision(self.rule, self.backend, list, lane, None).make_values)
+        norm, limit, factor, _, device = self.fast_path
+        fast_path = FastResult(norm, limit, factor, [], device)  # at each step: _replace takes a µs
+        return LazyReport(
+            FastStepResult(self.rule, self.backend, list, fast_path, None).make_values
+        )
 
     def make_values(self) -> StepValues:
         """Return the data of the report."""
-        lane, norm, read = self.lane, self.norms(), isinstance(self.lane.norm, float)
+        fast_path, norm, read = self.fast_path, self.norms(), isinstance(self.fast_path.norm, float)
         # of one norm, whatever the leaves
         plan = plan_of(self.rule, open_tree(norm), HOST if read else LIBRARY)
         if read:
-            return StepValues(plan, *[[np.array([number], np.float32)] for number in lane[:3]])
-        norms, factors = (self.backend.xp.reshape(value, (1,)) for value in (norm, lane.factor))
-        return StepValues(plan, [norms], [lane.limit], [factors])
+            return StepValues(plan, *[[np.array([number], np.float32)] for number in fast_path[:3]])
+        norms, factors = (
+            self.backend.xp.reshape(value, (1,)) for value in (norm, fast_path.factor)
+        )
+        return StepValues(plan, [norms], [fast_path.limit], [factors])

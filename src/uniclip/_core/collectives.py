@@ -5,7 +5,7 @@ and how partial sums are combined.
 A step joins at one line, between the sums of leaves and their roots: one packet for each group of
 owners of distributed arrays, and one for ``all_reduce``. Sums are joined in float64, where there is
 one, so that nothing overflows; of a copy that n processes hold, each contributes 1/n. What differs
-between processes is a number in the packet, or agreed on at the first step, by `Joins.compare`.
+between processes is a number in the packet, or agreed on at the first step, by `Collectives.compare`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from zlib import crc32
 
 import numpy as np
 
-from uniclip._core.norm_space import Arithmetic
+from uniclip._core.norm_space import NormSpace
 from uniclip._core.tree import Opened
-from uniclip._errors import check, holds_arrays, short
+from uniclip._errors import check, holds_arrays, summarize
 from uniclip.backends import backend_by
 from uniclip.backends.base import (
     NUMPY,
     Axes,
     Backend,
-    Kinds,
+    LeafInfo,
     Op,
     Reduce,
     Terms,
@@ -39,7 +39,7 @@ from uniclip.backends.base import (
     op_of,
 )
 
-_KEPT = 64
+REDUCTION_CACHE_SIZE = 64
 """How many joins a rule remembers."""
 
 
@@ -56,8 +56,8 @@ class Layout(Protocol):
     where plans cannot be imported.
     """
 
-    kinds: Kinds
-    math: Arithmetic
+    leaf_info: LeafInfo
+    math: NormSpace
     one_norm: bool
     axes: list[Axes]
     members: list[list[int]]
@@ -73,7 +73,7 @@ class Layout(Protocol):
         """The groups or leaves of all norms."""
 
 
-class Join:
+class Reduction:
     """How the processes of an ``all_reduce`` join the rows of a rule.
 
     Python values only, as traces read them.
@@ -100,12 +100,14 @@ class Join:
         return reducer_of(backend, self.all_reduce)(array, op)
 
 
-def join_of(joins: dict[Any, Join] | None, all_reduce: Any, shared: Shared | None) -> Join | None:
+def reduction_of(
+    reductions: dict[Any, Reduction] | None, all_reduce: Any, shared: Shared | None
+) -> Reduction | None:
     """Return the join of a rule that remembers some, or none in compiled code.
 
     ``None`` without ``all_reduce``.
     """
-    refuse_shared(all_reduce, shared)
+    check_shared(all_reduce, shared)
     if all_reduce is None:
         return None
     check(
@@ -114,14 +116,14 @@ def join_of(joins: dict[Any, Join] | None, all_reduce: Any, shared: Shared | Non
         isinstance(all_reduce, Hashable),
         "a function, a process group, a mesh or a name",
     )
-    if joins is None:
-        return Join(all_reduce, shared)
+    if reductions is None:
+        return Reduction(all_reduce, shared)
     said = keep_reference(all_reduce), shared
-    if said not in joins:
-        while len(joins) >= _KEPT:
-            joins.pop(next(iter(joins)))
-        joins[said] = Join(*said)
-    return joins[said]
+    if said not in reductions:
+        while len(reductions) >= REDUCTION_CACHE_SIZE:
+            reductions.pop(next(iter(reductions)))
+        reductions[said] = Reduction(*said)
+    return reductions[said]
 
 
 def keep_reference(all_reduce: Any) -> Any:
@@ -137,16 +139,16 @@ def follow_reference(reference: Any) -> Any:
     return reference() if isinstance(reference, ref) else reference
 
 
-def of_joined_library(given: Opened, all_reduce: Any) -> Opened:
+def with_reduced_library(given: Opened, all_reduce: Any) -> Opened:
     """Return opened gradients, those without any of the library whose processes are joined,
     if that is known.
     """
-    if all_reduce is None or given.kinds.present:
+    if all_reduce is None or given.leaf_info.present:
         return given
-    return given._replace(kinds=given.kinds.without_leaves(backend_by(all_reduce)))
+    return given._replace(leaf_info=given.leaf_info.without_leaves(backend_by(all_reduce)))
 
 
-def refuse_shared(all_reduce: Any, shared: Any) -> None:
+def check_shared(all_reduce: Any, shared: Any) -> None:
     """Refuse ``shared`` if it is no function, or there is no ``all_reduce``."""
     check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
     if shared is not None and all_reduce is None:
@@ -157,7 +159,7 @@ def refuse_shared(all_reduce: Any, shared: Any) -> None:
         raise ValueError(msg)
 
 
-class Packet(NamedTuple):
+class Payload(NamedTuple):
     """What processes join beside the sums of leaves; ``None`` for what is not asked for."""
 
     losses: list[Any] | None = None
@@ -177,27 +179,31 @@ class Packet(NamedTuple):
         """All of its arrays."""
         return [array for arrays in self if arrays for array in arrays]
 
-    def fill(self, arrays: Iterable[Any]) -> Packet:
+    def fill(self, arrays: Iterable[Any]) -> Payload:
         """Return the packet with other arrays in the places of its own."""
         left = iter(arrays)
-        return Packet(*[field and [next(left) for _ in field] for field in self])
+        return Payload(*[field and [next(left) for _ in field] for field in self])
 
 
-class Joins:
+class Collectives:
     """How processes join what a plan measures: by ``all_reduce``,
     and by the owners of distributed leaves.
     """
 
     def __init__(
-        self, plan: Layout, given: Opened, join: Join | None, parts: Sequence[dict[int, Any]]
+        self,
+        plan: Layout,
+        given: Opened,
+        reduction: Reduction | None,
+        shards: Sequence[dict[int, Any]],
     ) -> None:
-        self._plan, self.join = plan, join
-        self.copies = None if join is None else _copies_of(plan, given, join)
+        self._plan, self.reduction = plan, reduction
+        self.replicas = None if reduction is None else _replicas_of(plan, given, reduction)
         """How many processes hold each leaf, ``None`` if one does.
 
         0 where the processes have not been counted.
         """
-        if self.copies is not None and 0 in self.copies and plan.math.compiled:
+        if self.replicas is not None and 0 in self.replicas and plan.math.compiled:
             msg = (
                 "shared marks copies, and in code that is compiled it is not known how many "
                 "processes hold one: join along named axes, or run the step before it is compiled"
@@ -205,98 +211,116 @@ class Joins:
             raise TypeError(msg)
         every = [
             [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
-            for by_leaf in parts
+            for by_leaf in shards
         ]
-        self._owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
+        self._owners = [
+            [shard and shard.shard_groups(axes) for shard, axes in pairs] for pairs in every
+        ]
         """For each leaf of the gradients, and of the parameters,
         the processes that join its norms.
         """
-        whole = {part.owners(): None for by_leaf in parts for part in by_leaf.values()}
-        self.covering: list[Any] = list(whole) if len(whole) < 2 or plan.math.compiled else []
+        whole = {shard.shard_groups(): None for by_leaf in shards for shard in by_leaf.values()}
+        self.mesh_groups: list[Any] = list(whole) if len(whole) < 2 or plan.math.compiled else []
         """As few groups of processes as cover all that hold parts,
         which join what is not of a leaf.
         """
-        for owners in (
-            [] if self.covering else sorted(whole, key=lambda group: -len(group.processes()))
+        for shard_groups in (
+            [] if self.mesh_groups else sorted(whole, key=lambda group: -len(group.processes()))
         ):
-            if not any([owners.processes() <= other.processes() for other in self.covering]):
-                self.covering.append(owners)
-        by_leaf = {owners: None for tree in self._owners for owners in tree if owners is not None}
-        self._groups = list(by_leaf | dict.fromkeys(self.covering))
+            if not any(
+                [shard_groups.processes() <= other.processes() for other in self.mesh_groups]
+            ):
+                self.mesh_groups.append(shard_groups)
+        by_leaf = {
+            shard_groups: None
+            for tree in self._owners
+            for shard_groups in tree
+            if shard_groups is not None
+        }
+        self._groups = list(by_leaf | dict.fromkeys(self.mesh_groups))
         """All groups of owners, in the same order in each process."""
-        self.divided = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
+        self.divided = any(
+            [shard and shard.divided(axes) for pairs in every for shard, axes in pairs]
+        )
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
 
     def rows(
-        self, trees: list[Opened], terms: list[Terms], packet: Packet
-    ) -> tuple[list[Any], Packet]:
+        self, trees: list[Opened], terms: list[Terms], payload: Payload
+    ) -> tuple[list[Any], Payload]:
         """Return the sums of each norm, an array for each block of each tree,
         and the packet, joined.
         """
         if self._groups:
-            rows, packet = self._over_owners(trees, terms, packet)
+            rows, payload = self._over_owners(trees, terms, payload)
         else:
             rows = [
                 row
                 for tree, added in zip(trees, terms, strict=True)
                 for row in self._plan.math.sums(tree, added)
             ]
-        if self.join is None:
-            return rows, packet
+        if self.reduction is None:
+            return rows, payload
         op = op_of(terms[0].p) if terms else "sum"
-        arrays = join_packet(self._plan.math, [*rows, *packet.arrays], op, self.join)
-        return arrays[: len(rows)], packet.fill(arrays[len(rows) :])
+        arrays = reduce_payload(self._plan.math, [*rows, *payload.arrays], op, self.reduction)
+        return arrays[: len(rows)], payload.fill(arrays[len(rows) :])
 
     def weigher(self, tree: Opened, p: float) -> Callable[[list[Any]], list[Any]] | None:
         """Return what weighs the sums of a tree's leaves,
         ``None`` if none is held by several processes.
         """
-        return partial(self._weigh, tree, p) if self.copies is not None or tree.parts else None
+        return partial(self._weigh, tree, p) if self.replicas is not None or tree.shards else None
 
     def _weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
         """Return the sums of leaves, those of copies divided by their number,
         so that together they count once.
         """
-        parts, weighed = tree.parts, []
+        shards, weighed = tree.shards, []
         for number, total in zip(self._plan.order, sums, strict=True):
-            part, copies = parts.get(number), 1 if self.copies is None else self.copies[number]
-            value, copies = (
-                (total, copies) if part is None else (part.weigh(total), copies * part.copies)
+            shard, replicas = (
+                shards.get(number),
+                1 if self.replicas is None else self.replicas[number],
             )
-            weighed.append(value / copies if copies > 1 and p < math.inf else value)
+            value, replicas = (
+                (total, replicas)
+                if shard is None
+                else (shard.weigh(total), replicas * shard.replicas)
+            )
+            weighed.append(value / replicas if replicas > 1 and p < math.inf else value)
         return weighed
 
     def _over_owners(
-        self, trees: list[Opened], terms: list[Terms], packet: Packet
-    ) -> tuple[list[Any], Packet]:
+        self, trees: list[Opened], terms: list[Terms], payload: Payload
+    ) -> tuple[list[Any], Payload]:
         """Return the rows of each block of each tree, and the packet,
         joined over the owners of distributed leaves.
         """
         plan = self._plan
         sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
-        if packet.present is not None:
+        if payload.present is not None:
             sums.append({number: np.ones(()) for number in plan.order if number >= 0})
         op = op_of(terms[0].p) if terms else "sum"
         every = [(number, members) for number in range(len(sums)) for members in plan.members]
         addends: list[list[Any]] = [[] for _ in every]
-        scalars = Packet(packet.losses, packet.unsound)
+        scalars = Payload(payload.losses, payload.unsound)
         # Which norms form a block may differ from process to process, the order of leaves does not.
         order = sorted(range(len(every)), key=lambda row: (every[row][0], every[row][1][:1]))
-        for owners in (None, *self._groups):
+        for shard_groups in (None, *self._groups):
             joined, sent = [], []
             for row in order:
                 number, members = every[row]
                 measured = trees[number] if number < len(trees) else None
-                mine = [n for n in members if self._owners[number if measured else 0][n] == owners]
+                mine = [
+                    n for n in members if self._owners[number if measured else 0][n] == shard_groups
+                ]
                 held = [sums[number][n] for n in mine if n in sums[number]]
-                if held or (mine and owners is not None):
+                if held or (mine and shard_groups is not None):
                     joined.append(row)
                     sent.append(
                         plan.math.add(held, op) if held else self._nothing(measured, mine[0])
                     )
-            if owners is not None:
-                beside = scalars.arrays if owners in self.covering else []
-                sent = join_packet(plan.math, [*sent, *beside], op, owners)
+            if shard_groups is not None:
+                beside = scalars.arrays if shard_groups in self.mesh_groups else []
+                sent = reduce_payload(plan.math, [*sent, *beside], op, shard_groups)
                 scalars = scalars.fill(sent[len(joined) :]) if beside else scalars
             for row, value in zip(joined, sent, strict=False):
                 addends[row].append(value)
@@ -305,8 +329,8 @@ class Joins:
         )
         blocks = [plan.math.stack(list(rows)) for rows in each]
         count = len(trees) * len(plan.blocks)
-        present = None if packet.present is None else blocks[count:]
-        return blocks[:count], packet._replace(
+        present = None if payload.present is None else blocks[count:]
+        return blocks[:count], payload._replace(
             losses=scalars.losses, unsound=scalars.unsound, present=present
         )
 
@@ -324,23 +348,23 @@ class Joins:
         or how many gradients that is.
         """
         plan = self._plan
-        axes, shape = plan.axes[number], tree.part(number).local if tree else ()
+        axes, shape = plan.axes[number], tree.shard(number).local if tree else ()
         return plan.math.zeros(
             () if axes is None else tuple([n for axis, n in enumerate(shape) if axis not in axes])
         )
 
-    def in_all_owners(self, flags: list[Any]) -> list[Any]:
+    def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of
         their own.
         """
-        for owners in self.covering if self.divided else ():
+        for shard_groups in self.mesh_groups if self.divided else ():
             arithmetic = self._plan.math
             faults = [
                 1 - arithmetic.xp.astype(arithmetic.xp.asarray(flag), arithmetic.xp.float32)
                 for flag in flags
             ]
             flags = arithmetic.as_norms(
-                [value < 1 for value in join_packet(arithmetic, faults, "max", owners)]
+                [value < 1 for value in reduce_payload(arithmetic, faults, "max", shard_groups)]
             )
         return flags
 
@@ -348,17 +372,17 @@ class Joins:
         """Return the numbers of entries of leaves, those of copies divided by their number."""
         return (
             counts
-            if self.copies is None
-            else {n: count / self.copies[n] for n, count in counts.items()}
+            if self.replicas is None
+            else {n: count / self.replicas[n] for n, count in counts.items()}
         )
 
-    def ask_for(self, loss: Any, packet: Packet, *, losses: bool, presence: bool) -> Packet:
+    def ask_for(self, loss: Any, payload: Payload, *, losses: bool, presence: bool) -> Payload:
         """Return a packet with the loss of this process, and how many gradients each norm has here,
         if asked for.
         """
         loss_here = self._as_sums(loss) if losses and not isinstance(loss, Loss) else None
         present = self._plan.gradients() if presence and not self.divided else None
-        return packet._replace(losses=loss_here, present=present)
+        return payload._replace(losses=loss_here, present=present)
 
     def _as_sums(self, loss: Any) -> list[Any]:
         """Return the loss of this process and its count, to be summed over all:
@@ -381,29 +405,33 @@ class Joins:
         ValueError
             In every process, if they differ.
         """
-        plan, join = self._plan, self.join
-        if join is None or join.checked or plan.math.compiled:
+        plan, reduction = self._plan, self.reduction
+        if reduction is None or reduction.checked or plan.math.compiled:
             return False
         rows: Any = 1 if plan.one_norm else plan.names
         choices = _describe_choice([getattr(rule, field.name) for field in fields(rule)])
-        words = _digest(f"{choices} {join.shared is not None} {rows}")
+        words = _digest(f"{choices} {reduction.shared is not None} {rows}")
         with plan.math.library.allow_float64():
             sent = np.asarray(
-                [1.0, not plan.kinds.narrow, *words, *[word * word for word in words]]
+                [1.0, not plan.leaf_info.narrow, *words, *[word * word for word in words]]
             )
-            [total] = join_packet(plan.math, [sent], "sum", join)
+            [total] = reduce_payload(plan.math, [sent], "sum", reduction)
         values = np.asarray(plan.math.read(total), np.float64)
         count, wide, sums, squares = values[0], values[1], values[2:6], values[6:]
         if not np.allclose(count * squares, sums**2, rtol=1e-12):
             msg = (
                 "the processes that all_reduce joins use different rules or have different "
-                f"leaves or groups, and this one {short(rule)}: use one rule in all of them, on "
+                f"leaves or groups, and this one {summarize(rule)}: use one rule in all of them, on "
                 "the same tree, with None for what is absent; leaves that are whole in their "
                 "process need no all_reduce, and groups with a limit for each name "
                 "(uc.by_group_norm) may be empty in some"
             )
             raise ValueError(msg)
-        join.size, join.narrow, join.checked = round(float(count)), bool(wide == 0), True
+        reduction.size, reduction.narrow, reduction.checked = (
+            round(float(count)),
+            bool(wide == 0),
+            True,
+        )
         return True
 
 
@@ -439,13 +467,13 @@ def _describe_choice(value: Any) -> str:
     )
 
 
-def _copies_of(plan: Layout, given: Any, join: Join) -> list[int] | None:
+def _replicas_of(plan: Layout, given: Any, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
     backend = plan.math.library
     answers = (
         []
-        if join.shared is None
-        else [join.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
+        if reduction.shared is None
+        else [reduction.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
     )
     for answer in answers:
         check(
@@ -454,22 +482,24 @@ def _copies_of(plan: Layout, given: Any, join: Join) -> list[int] | None:
             not holds_arrays(answer),
             "True, False, or a number of processes",
         )
-    present = given.kinds.present
+    present = given.leaf_info.present
     arrays = [given.arrays[number] for number in present]
-    marked = None if join.shared is None else [bool(answers[number]) for number in present]
-    counts = backend.copies(arrays, join.all_reduce, marked, lambda n: given.place(present[n]))
+    marked = None if reduction.shared is None else [bool(answers[number]) for number in present]
+    counts = backend.replicas(
+        arrays, reduction.all_reduce, marked, lambda n: given.place(present[n])
+    )
     if counts is not None:
         known = dict(zip(present, counts, strict=True))
         return [known.get(number, 1) for number in range(len(given.leaves))]
     if not any(answers):
         return None
     return [
-        join.size if isinstance(answer, (bool, np.bool_)) and answer else max(1, int(answer))
+        reduction.size if isinstance(answer, (bool, np.bool_)) and answer else max(1, int(answer))
         for answer in answers
     ]
 
 
-def join_packet(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) -> list[Any]:
+def reduce_payload(arithmetic: NormSpace, arrays: list[Any], op: Op, reduction: Any) -> list[Any]:
     """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
 
     NumPy arrays stay NumPy arrays in the mode in which the host reads them.
@@ -489,13 +519,13 @@ def join_packet(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) ->
             for a in arrays
         ]
         if arithmetic.separate:  # XLA makes one reduction of many
-            return [_reduce(arithmetic, cast(xp, array, dtype), op, join) for array in local]
+            return [_reduce(arithmetic, cast(xp, array, dtype), op, reduction) for array in local]
         flat = [
             xp.reshape(cast(xp, backend.to_device_of(local[0], array), dtype), (-1,))
             for array in local
         ]
         vector = xp.concat(flat, axis=0)
-    vector = _reduce(arithmetic, vector, op, join)
+    vector = _reduce(arithmetic, vector, op, reduction)
     view = backend.as_numpy(vector) if arithmetic.host else None
     xp, vector = (xp, vector) if view is None else (np, view)
     shapes = [tuple(array.shape) for array in local]
@@ -504,11 +534,11 @@ def join_packet(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) ->
     return [xp.reshape(vector[end - math.prod(shape) : end], shape) for shape, end in pairs]
 
 
-def _reduce(arithmetic: Arithmetic, array: Any, op: Op, join: Any) -> Any:
+def _reduce(arithmetic: NormSpace, array: Any, op: Op, reduction: Any) -> Any:
     reduce = (
-        join.reduce
-        if not isinstance(join, Join)
-        else lambda x, op: join.reduce(arithmetic.library, x, op)
+        reduction.reduce
+        if not isinstance(reduction, Reduction)
+        else lambda x, op: reduction.reduce(arithmetic.library, x, op)
     )
     return (
         reduce(array, op)
@@ -521,9 +551,10 @@ def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     """Return the largest of all processes' values, NaN if one of them is NaN."""
     isnan, shape = xp.isnan(value), tuple(value.shape)
     both = [xp.where(isnan, xp.zeros_like(value), value), xp.astype(isnan, value.dtype)]
-    pair = reduce(xp.concat([xp.reshape(part, (-1,)) for part in both], axis=0), "max")
+    pair = reduce(xp.concat([xp.reshape(shard, (-1,)) for shard in both], axis=0), "max")
     top, bad = (
-        xp.reshape(part, shape) for part in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0)
+        xp.reshape(shard, shape)
+        for shard in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0)
     )
     # 0/0, not a constant NaN, which a debugger would report as a result.
     return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)
@@ -544,12 +575,12 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
         return all_reduce
     msg = (
         f"all_reduce must be {backend.joins_by} for gradients of this library, got "
-        f"{short(all_reduce)}"
+        f"{summarize(all_reduce)}"
     )
     raise TypeError(msg)
 
 
-def refuse_kept_axes(scope: Any, all_reduce: Any) -> None:
+def raise_if_kept_axes(scope: Any, all_reduce: Any) -> None:
     """Refuse norms along axes beside ``all_reduce``: which axis of a part is cut is not known.
 
     Raises

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from uniclip._core.collectives import Loss, Packet, mean_loss
+from uniclip._core.collectives import Loss, Payload, mean_loss
 from uniclip._core.plan import Block, Plan
 from uniclip._core.tree import Opened
-from uniclip._errors import short
+from uniclip._errors import summarize
 from uniclip._types import Step
-from uniclip.backends.arrays import refuse_shape, surely
-from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, in_groups, spread
+from uniclip.backends.arrays import check_shape, known_true
+from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, expand_to_leaf, in_groups
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
     rule: Choices
     plan: Plan
-    given: Opened
+    tree: Opened
     params: Opened | None
     """The parameters of the gradients, if the limit needs them."""
     step: Step
@@ -63,33 +63,33 @@ class Measured(NamedTuple):
     """Whether all entries are finite, where that was looked at."""
 
 
-def measure(inputs: Inputs, given: Opened) -> Measured:
+def measure(inputs: Inputs, tree: Opened) -> Measured:
     """Measure what a step needs, of gradients in which entries may have been made 0.
 
     All that processes join goes in one packet with the sums of leaves.
     """
     rule, plan, original, params, step, _ = inputs
     math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
-    joins, sized = plan.joins, "sizes" in needs or bool(power)
+    collectives, sized = plan.collectives, "sizes" in needs or bool(power)
     looks_at_entries = rule.nonfinite == "zero" and (
-        not math_.host or (joins is not None and bool(joins.covering))
+        not math_.host or (collectives is not None and bool(collectives.mesh_groups))
     )
-    with _NO_CONTEXT if math_.host and joins is None else math_.library.allow_float64():
-        packet = Packet(
+    with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
+        payload = Payload(
             unsound=[_count_nonfinite(plan, original)] if looks_at_entries else None,
-            sizes=sizes_of(plan, given) if sized and plan.sizes is None else None,
+            sizes=sizes_of(plan, tree) if sized and plan.sizes is None else None,
         )
-        if joins is not None:
-            presence = rule.memory or not plan.one_norm
-            packet = joins.ask_for(step.loss, packet, losses="loss" in needs, presence=presence)
-        trees = [
-            tree for tree in (given if step.norm is None else None, params) if tree is not None
-        ]
-        norms, joined = norms_of(plan, trees, rule.norm, packet)
+        if collectives is not None:
+            presence = rule.stateful or not plan.one_norm
+            payload = collectives.ask_for(
+                step.loss, payload, losses="loss" in needs, presence=presence
+            )
+        trees = [tree for tree in (tree if step.norm is None else None, params) if tree is not None]
+        norms, joined = norms_of(plan, trees, rule.norm, payload)
         sizes = plan.sizes
         if joined.sizes is not None:
             sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
-            plan.sizes = None if math_.compiled or joins is not None else sizes
+            plan.sizes = None if math_.compiled or collectives is not None else sizes
         if sizes is not None and power:
             norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
         return Measured(
@@ -104,13 +104,13 @@ def measure(inputs: Inputs, given: Opened) -> Measured:
         )
 
 
-def _count_nonfinite(plan: Plan, given: Opened) -> Any:
+def _count_nonfinite(plan: Plan, tree: Opened) -> Any:
     """Return how many arrays have entries that are not finite."""
     xp, dtype = plan.math.library.xp, plan.math.sum_dtype
-    arrays = [given.arrays[number] for number in given.kinds.present]
+    arrays = [tree.arrays[number] for number in tree.leaf_info.present]
     counts = []
     for array in arrays:
-        with plan.math.library.quiet(array):
+        with plan.math.library.computation_context(array):
             counts.append(xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype))
     return plan.math.add(counts, "sum")
 
@@ -120,7 +120,7 @@ def _find_loss(inputs: Inputs, sums: list[Any] | None) -> Any:
 
     ``None`` if there is none.
     """
-    plan, loss, first = inputs.plan, inputs.step.loss, inputs.given.first
+    plan, loss, first = inputs.plan, inputs.step.loss, inputs.tree.first
     xp = plan.math.library.xp
     if sums is not None:
         loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
@@ -140,18 +140,18 @@ def _given_norm(inputs: Inputs) -> Any:
     """Return the norm of all leaves that was given, as measuring would return it;
     refuse an invalid one.
     """
-    plan, backend, [zero] = inputs.plan, inputs.given.backend, zero_norms(inputs.plan, inputs.given)
+    plan, backend, [zero] = inputs.plan, inputs.tree.backend, zero_norms(inputs.plan, inputs.tree)
     norm = backend.xp.asarray(plan.math.read_foreign(inputs.step.norm), dtype=zero.dtype)
     norm = backend.to_device_of(zero, norm)
-    refuse_shape("norm", norm, zero)
-    if surely(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
-        msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
+    check_shape("norm", norm, zero)
+    if known_true(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
+        msg = f"norm must be 0 or more, got {summarize(norm) if norm.shape else norm}"
         raise ValueError(msg)
     view = plan.math.view(zero + norm)
     return zero + norm if view is None else view
 
 
-def zero_norms(plan: Plan, given: Opened) -> list[Any]:
+def zero_norms(plan: Plan, tree: Opened) -> list[Any]:
     """Return zeros like the norms, in the library of the gradients."""
     xp, (dtype, numpys) = plan.math.library.xp, plan.math.dtypes
 
@@ -159,7 +159,7 @@ def zero_norms(plan: Plan, given: Opened) -> list[Any]:
         if not (block.kept and group):
             return plan.math.to_library(np.zeros((), numpys))
         # Sharded as it is.
-        return xp.sum(xp.zeros_like(given.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])
+        return xp.sum(xp.zeros_like(tree.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])
 
     return [
         plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks
@@ -167,8 +167,8 @@ def zero_norms(plan: Plan, given: Opened) -> list[Any]:
 
 
 def norms_of(
-    plan: Plan, trees: list[Opened], norm: Norm, packet: Packet
-) -> tuple[list[list[Any]], Packet]:
+    plan: Plan, trees: list[Opened], norm: Norm, payload: Payload
+) -> tuple[list[list[Any]], Payload]:
     """Return the norms of each tree by block, before they are divided by sizes;
     and the packet, joined.
 
@@ -181,35 +181,35 @@ def norms_of(
     def roots(totals: list[Any]) -> list[Any]:
         return [plan.math.round_to_norms(_root(plan, norm, total)) for total in totals]
 
-    def in_units(packet: Packet) -> tuple[list[Any], Packet]:
-        tops, _ = _join_sums(plan, trees, math.inf, None, Packet())
+    def in_units(payload: Payload) -> tuple[list[Any], Payload]:
+        tops, _ = _join_sums(plan, trees, math.inf, None, Payload())
         units = [_measure_unit(plan, top) for top in tops]
-        totals, packet = _join_sums(plan, trees, p, units, packet)
+        totals, payload = _join_sums(plan, trees, p, units, payload)
         pairs = zip(units, totals, strict=True)
         return [
             plan.math.round_to_norms(unit * _root(plan, norm, total)) for unit, total in pairs
-        ], packet
+        ], payload
 
     exact = (
         plan.math.narrow
         and plan.math.double
-        and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
+        and all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees])
     )
     if p == math.inf or not trees:
-        totals, _ = _join_sums(plan, trees, p, None, Packet())
+        totals, _ = _join_sums(plan, trees, p, None, Payload())
         norms = list(map(plan.math.round_to_norms, totals))
-        packet = _join_sums(plan, [], 1, None, packet)[1] if any(packet) else packet
+        payload = _join_sums(plan, [], 1, None, payload)[1] if any(payload) else payload
     elif p == 1 or (exact and p <= _EXACT_POWER):
-        totals, packet = _join_sums(plan, trees, p, None, packet)
+        totals, payload = _join_sums(plan, trees, p, None, payload)
         norms = list(map(plan.math.round_to_norms, totals)) if p == 1 else roots(totals)
     elif p != 2 or plan.math.library.debug_infs():
-        norms, packet = in_units(packet)
+        norms, payload = in_units(payload)
     else:
-        totals, packet = _join_sums(plan, trees, 2, None, packet)
+        totals, payload = _join_sums(plan, trees, 2, None, payload)
         in_range = _are_in_range(plan, totals)
-        norms = plan.math.choose(in_range, lambda: roots(totals), lambda: in_units(Packet())[0])
+        norms = plan.math.choose(in_range, lambda: roots(totals), lambda: in_units(Payload())[0])
     count = len(plan.norm_blocks)
-    return [norms[number * count : (number + 1) * count] for number in range(len(trees))], packet
+    return [norms[number * count : (number + 1) * count] for number in range(len(trees))], payload
 
 
 def _are_in_range(plan: Plan, totals: list[Any]) -> Any:
@@ -250,21 +250,21 @@ def _measure_unit(plan: Plan, top: Any) -> Any:
 
 
 def _join_sums(
-    plan: Plan, trees: list[Opened], p: float, units: list[Any] | None, packet: Packet
-) -> tuple[list[Any], Packet]:
+    plan: Plan, trees: list[Opened], p: float, units: list[Any] | None, payload: Payload
+) -> tuple[list[Any], Payload]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree,
     and the packet, joined.
     """
     count = len(plan.norm_blocks)
     by = [None] * len(trees) if units is None else in_groups(units, [count] * len(trees))
     terms = [_terms(plan, tree, p, of_tree) for tree, of_tree in zip(trees, by, strict=True)]
-    if plan.joins is not None:
-        return plan.joins.rows(trees, terms, packet)
+    if plan.collectives is not None:
+        return plan.collectives.rows(trees, terms, payload)
     rows = []
     for tree, added in zip(trees, terms, strict=True):
         of_tree = plan.math.sums(tree, added)
         rows += of_tree if plan.shapes is None else plan.join_blocks(of_tree)
-    return rows, packet
+    return rows, payload
 
 
 def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> Terms:
@@ -277,42 +277,42 @@ def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> T
         rows = [row for unit in blocks for row in plan.math.backend.unstack(unit)]
         each = [row for row, count in zip(rows, plan.counts, strict=True) for _ in range(count)]
         every = zip(each, arrays, axes or [None] * len(arrays), strict=True)
-        units = [spread(plan.math.library, *arguments) for arguments in every]
-    weigh = None if plan.joins is None else plan.joins.weigher(tree, p)
+        units = [expand_to_leaf(plan.math.library, *arguments) for arguments in every]
+    weigh = None if plan.collectives is None else plan.collectives.weigher(tree, p)
     return Terms(arrays, plan.counts, plan.heights, axes, p, units, weigh)
 
 
-def sizes_of(plan: Plan, given: Opened) -> list[Any]:
+def sizes_of(plan: Plan, tree: Opened) -> list[Any]:
     """Return the number of entries of each norm, ``(k, 1, ...)`` for each block, in this process;
     copies count once.
     """
-    counts = {n: _count_entries(plan, given, n) for n in plan.order if n >= 0}
-    counts = counts if plan.joins is None else plan.joins.count_once(counts)
+    counts = {n: _count_entries(plan, tree, n) for n in plan.order if n >= 0}
+    counts = counts if plan.collectives is None else plan.collectives.count_once(counts)
     return [
         _add_counts(plan, block, [[counts[n] for n in group] for group in block.groups])
         for block in plan.blocks
     ]
 
 
-def _count_entries(plan: Plan, given: Opened, number: int) -> Any:
+def _count_entries(plan: Plan, tree: Opened, number: int) -> Any:
     """Return the number of entries of a leaf that share a norm,
     also of those that are not stored.
     """
-    leaf, odd, axes, xp = (
-        given.leaves[number],
-        given.odd.get(number),
+    leaf, wrapped, axes, xp = (
+        tree.leaves[number],
+        tree.wrapped.get(number),
         plan.axes[number],
         plan.math.library.xp,
     )
-    shape = leaf.shape if odd is None or odd.shape is None else odd.shape
+    shape = leaf.shape if wrapped is None or wrapped.shape is None else wrapped.shape
     if getattr(shape, "rank", 0) is None or any([length is None for length in shape]):
-        if given.is_sparse(number):
+        if tree.is_sparse(number):
             msg = (
-                f"{given.place(number)} is sparse, and does not tell the size to average over: "
+                f"{tree.place(number)} is sparse, and does not tell the size to average over: "
                 "give it a dense_shape"
             )
             raise ValueError(msg)
-        return xp.sum(xp.ones_like(given.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
+        return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
     # not a generator: torch.compile
     return math.prod(shape if axes is None else [shape[axis] for axis in axes])
 

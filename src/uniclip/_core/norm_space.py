@@ -29,11 +29,11 @@ from uniclip.backends.base import (
 )
 
 
-class Arithmetic:
+class NormSpace:
     """Where the norms of a plan lie, and what is done with them, whatever leaves they are of."""
 
     def __init__(self, given: Opened, mode: int, *, narrow: bool) -> None:
-        kinds, library = given.kinds, given.backend
+        leaf_info, library = given.leaf_info, given.backend
         self.library, self.mode, self.host = library, mode, mode == HOST
         """The backend of the gradients.
 
@@ -50,25 +50,25 @@ class Arithmetic:
         """Whether an accelerator has the values, and starts a kernel for each operation."""
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
-        self.device = kinds.device if given.first is None else library.device(given.first)
-        self.double = kinds.double
+        self.device = leaf_info.device if given.first is None else library.device(given.first)
+        self.double = leaf_info.double
         """Whether sums are float64."""
         self.sum_dtype = library.xp.float64 if self.double else library.xp.float32
         """The dtype of sums, of the library."""
         self.narrow = narrow
         """Whether all squares fit into float64, in all processes."""
-        dtype = kinds.dtype if narrow or not kinds.narrow else library.xp.float64
+        dtype = leaf_info.dtype if narrow or not leaf_info.narrow else library.xp.float64
         numpys = {library.xp.float32: np.float32, library.xp.float64: np.float64}
         self.dtypes = dtype, numpys.get(dtype, dtype)
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
-        arrays = [given.arrays[number] for number in kinds.present]
+        arrays = [given.arrays[number] for number in leaf_info.present]
         largest = [float(library.xp.finfo(norm_dtype(library.xp, [array])).max) for array in arrays]
         self.largest_factor = min(largest or [self.largest_norm])
         """The largest factor that all leaves can be multiplied by."""
 
-    def at_host(self) -> Arithmetic:
+    def at_host(self) -> NormSpace:
         """Return the same in NumPy's arrays, as norms are recorded."""
         new = copy.copy(self)
         new.library = new.backend = DEFAULT

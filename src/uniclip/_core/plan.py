@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from uniclip._core.collectives import Join, Joins
-from uniclip._core.norm_space import Arithmetic
+from uniclip._core.collectives import Collectives, Reduction
+from uniclip._core.norm_space import NormSpace
 from uniclip._core.tree import Opened, place
-from uniclip._errors import check, short, stable
+from uniclip._errors import check, stable, summarize
 from uniclip._types import Path
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
@@ -28,7 +28,7 @@ from uniclip.scopes import Scope, everything
 if TYPE_CHECKING:
     from uniclip.rule import Choices
 
-_KEPT = 64
+PLAN_CACHE_SIZE = 64
 """The number of plans that a rule keeps."""
 _STACKED = 2**16
 """The largest number of norms with kept axes that are stacked into one array."""
@@ -54,7 +54,11 @@ class Block(NamedTuple):
 
 
 def plan_of(
-    rule: Choices, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None
+    rule: Choices,
+    given: Opened,
+    mode: int,
+    reduction: Reduction | None = None,
+    params: Opened | None = None,
 ) -> Plan:
     """Return the plan of a rule for an opened tree, one that was made before if possible.
 
@@ -63,24 +67,24 @@ def plan_of(
     ``params`` are the parameters that are measured, too.
     """
     trees = [given] if params is None else [given, params]
-    parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.odd])
+    shards = tuple([tuple(tree.shards.items()) for tree in trees if tree.wrapped])
     shapes = tuple(given.shapes()) if rule.by_shape and mode != TRACED else None
     key: Any = (
         given.spec,
-        given.kinds,
+        given.leaf_info,
         mode,
         shapes,
-        parts,
-        join,
-        join and (join.narrow, join.checked),
+        shards,
+        reduction,
+        reduction and (reduction.narrow, reduction.checked),
     )
     plan = None if mode == TRACED else rule.plans.get(key)
     if plan is not None:
         return plan
-    with given.backend.quiet(given.first):
-        plan = Plan(rule, given, mode, join, [tree.parts for tree in trees])
+    with given.backend.computation_context(given.first):
+        plan = Plan(rule, given, mode, reduction, [tree.shards for tree in trees])
     if mode != TRACED:
-        if len(rule.plans) >= _KEPT:
+        if len(rule.plans) >= PLAN_CACHE_SIZE:
             rule.plans.clear()
         rule.plans[key] = plan
     return plan
@@ -90,19 +94,25 @@ class Plan:
     """What is the same at every step; made by `plan_of`."""
 
     def __init__(
-        self, rule: Choices, given: Opened, mode: int, join: Join | None, parts: Any
+        self, rule: Choices, given: Opened, mode: int, reduction: Reduction | None, shards: Any
     ) -> None:
-        kinds, scope = given.kinds, rule.scope
-        self.math = Arithmetic(given, mode, narrow=kinds.narrow and (join is None or join.narrow))
+        leaf_info, scope = given.leaf_info, rule.scope
+        self.math = NormSpace(
+            given, mode, narrow=leaf_info.narrow and (reduction is None or reduction.narrow)
+        )
         """Where its norms lie."""
-        self.kinds, self.scope, self.spec = kinds, scope, given.spec
-        self._divide(rule, given, join)
-        joins = Joins(self, given, join, parts) if join is not None or any(parts) else None
-        self.joins = joins
+        self.leaf_info, self.scope, self.spec = leaf_info, scope, given.spec
+        self._divide(rule, given, reduction)
+        collectives = (
+            Collectives(self, given, reduction, shards)
+            if reduction is not None or any(shards)
+            else None
+        )
+        self.collectives = collectives
         """How processes join what is measured, ``None`` if this one has all of it."""
-        if joins is not None and joins.divided and rule.memory:
+        if collectives is not None and collectives.divided and rule.stateful:
             msg = (
-                f"{short(rule)} remembers norms along axes, and some of these axes are divided "
+                f"{summarize(rule)} remembers norms along axes, and some of these axes are divided "
                 "among processes, so that its state would differ from process to process: take a "
                 "scope of whole leaves, such as uc.scopes.each_leaf, or a limit without memory"
             )
@@ -116,25 +126,25 @@ class Plan:
         self.norm_blocks = self._joined_blocks()
         """The blocks of norms between sums and products."""
         # Parts without a reduction are refused.
-        if join is None and self.math.compiled and scope.axes is None:
-            present = kinds.present
-            given.backend.copies(
+        if reduction is None and self.math.compiled and scope.axes is None:
+            present = leaf_info.present
+            given.backend.replicas(
                 [given.arrays[n] for n in present], None, None, lambda n: given.place(present[n])
             )
 
-    def _divide(self, rule: Choices, given: Opened, join: Join | None) -> None:
+    def _divide(self, rule: Choices, given: Opened, reduction: Reduction | None) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
-        kinds, scope = self.kinds, self.scope
-        missing = bool(given.parts) and len(kinds.present) < len(given.leaves)
-        everywhere = rule.memory or join is not None or missing
+        leaf_info, scope = self.leaf_info, self.scope
+        missing = bool(given.shards) and len(leaf_info.present) < len(given.leaves)
+        everywhere = rule.stateful or reduction is not None or missing
         members = _groups(
             given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere
         )
         labelled = scope.label not in {None, everything}
-        alone = join is None and len(kinds.present) == len(given.leaves)
+        alone = reduction is None and len(leaf_info.present) == len(given.leaves)
         if labelled and alone and is_new(rule):
             answers = [label for label, numbers in members.items() for _ in numbers]
-            refuse_one_answer("scopes.groups(label)", scope.label, given.paths(), answers)
+            check_answers_differ("scopes.groups(label)", scope.label, given.paths(), answers)
             rule.tells_apart.append(True)
         groups = {
             label: [n for n in numbers if given.leaves[n] is not None]
@@ -147,9 +157,9 @@ class Plan:
         for number in range(len(given.leaves)) if scope.axes is not None else ():
             self.axes[number] = _axes(given, scope, number)
         for group in groups.values() if scope.axes is not None else ():
-            _refuse_unequal(given, self.axes, group)
-        if rule.memory:
-            refuse_rows(given, self.axes, rule, "remembers something")
+            _raise_if_unequal(given, self.axes, group)
+        if rule.stateful:
+            raise_if_rows(given, self.axes, rule, "remembers something")
         self.blocks = self._blocks(rule, given, groups, everywhere=everywhere)
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
@@ -181,7 +191,7 @@ class Plan:
         self, rule: Choices, given: Opened, groups: dict[Hashable, list[int]], *, everywhere: bool
     ) -> list[Block]:
         # Compilers take long for each row taken out of an array of norms.
-        apart = self.math.separate and not (rule.memory or self.scope.label is everything)
+        apart = self.math.separate and not (rule.stateful or self.scope.label is everything)
         alike: dict[Hashable, list[Hashable]] = {}
         for number, (label, group) in enumerate(groups.items()):
             kind: Hashable = None
@@ -207,9 +217,9 @@ class Plan:
         An accelerator then runs each operation on norms once, not for each block. Its host would
         otherwise start hundreds of kernels for the rows of a large model.
         """
-        if not self.math.on_device or len(self.blocks) < 2 or self.joins is not None:
+        if not self.math.on_device or len(self.blocks) < 2 or self.collectives is not None:
             return None
-        if not (rule.limit.elementwise and rule.elementwise_curve) or rule.memory:
+        if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
             return None
         if any([len(group) != 1 for block in self.blocks for group in block.groups]):
             return None
@@ -306,7 +316,9 @@ class Plan:
         """
         rows: dict[Any, Any] = {}
         everywhere = (
-            self.joins is not None and self.joins.join is not None and self.scope.label is not None
+            self.collectives is not None
+            and self.collectives.reduction is not None
+            and self.scope.label is not None
         )
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
@@ -360,7 +372,7 @@ def is_new(holder: Any) -> bool:
     return not (holder.tells_apart or compiling())
 
 
-def refuse_one_answer(what: str, function: Any, paths: list[Path], answers: list[Any]) -> None:
+def check_answers_differ(what: str, function: Any, paths: list[Path], answers: list[Any]) -> None:
     """Refuse a mask or a label that looks for names where leaves have numbers, or takes none:
     they have other names.
 
@@ -382,8 +394,8 @@ def refuse_one_answer(what: str, function: Any, paths: list[Path], answers: list
     if fine or not _reads_path(function):
         return
     msg = (
-        f"{what} says {short(answer)} of all {len(answers)} leaves, whose paths are like "
-        f"{short(paths[0])}: look for these names. Parameters of PyTorch's optimizers have "
+        f"{what} says {summarize(answer)} of all {len(answers)} leaves, whose paths are like "
+        f"{summarize(paths[0])}: look for these names. Parameters of PyTorch's optimizers have "
         "numbers unless they get names, by attach(optimizer, rule, names=model). If all are "
         "meant, give a function that does not look at the path"
     )
@@ -435,12 +447,12 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 
 def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
-    leaf, odd = given.leaves[number], given.odd.get(number)
-    if leaf is None and odd is None:
+    leaf, wrapped = given.leaves[number], given.wrapped.get(number)
+    if leaf is None and wrapped is None:
         return None
-    by_entry = odd is not None and odd.by_entry
-    if odd is None or odd.rows is None or by_entry:
-        shape = given.part(number).shape if leaf is None else leaf.shape
+    by_entry = wrapped is not None and wrapped.by_entry
+    if wrapped is None or wrapped.rows is None or by_entry:
+        shape = given.shard(number).shape if leaf is None else leaf.shape
     else:
         shape = given.arrays[number].shape  # that of the leaf may be unknown
     try:
@@ -457,7 +469,7 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     return axes
 
 
-def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> None:
+def raise_if_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> None:
     """Refuse what a rule does for each row of a sparse leaf, which stores other rows at each step.
 
     Raises
@@ -465,11 +477,11 @@ def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> No
     TypeError
         If the norms of a leaf that stores only some of its rows are along other axes.
     """
-    for number in given.odd:
+    for number in given.wrapped:
         covered = axes[number]
         if covered is not None and 0 not in covered and given.is_sparse(number):
             msg = (
-                f"{given.place(number)} is sparse: {short(rule)} {does} for each row, and at each "
+                f"{given.place(number)} is sparse: {summarize(rule)} {does} for each row, and at each "
                 "step other rows are stored; make the gradient dense, or take a norm of whole "
                 "leaves"
             )
@@ -487,10 +499,10 @@ def _stacking_key(given: Opened, number: int, axes: Axes) -> Hashable:
     # Norms never leave their leaf.
     as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1
     large = math.prod(kept) > _STACKED
-    return None if as_large or large else (kept, backend.device(array), given.part(number))
+    return None if as_large or large else (kept, backend.device(array), given.shard(number))
 
 
-def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:
+def _raise_if_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:
     """Refuse a group whose leaves have norms of different shapes."""
 
     def kept(number: int) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """One step of a rule: open, plan, measure, limit, factor.
 
-`decide` asks the lane of a backend first, which takes what nearly every call is. The general way is
+`run_step` asks the lane of a backend first, which takes what nearly every call is. The general way is
 in the order in which it runs, below it.
 """
 
@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from uniclip._core.apply import Decision, LaneDecision, multiply_in_place
-from uniclip._core.collectives import Loss, join_of, of_joined_library, refuse_kept_axes
+from uniclip._core.apply import FastStepResult, StepResult, multiply_in_place
+from uniclip._core.collectives import Loss, raise_if_kept_axes, reduction_of, with_reduced_library
 from uniclip._core.measure import Inputs, Measured, measure, zero_norms
-from uniclip._core.plan import Plan, plan_of, refuse_rows
+from uniclip._core.plan import Plan, plan_of, raise_if_rows
 from uniclip._core.tree import Opened, flatten_known, open_tree, with_params
-from uniclip._errors import NonFiniteError, real, refuse_in_step, short
+from uniclip._errors import NonFiniteError, check_step_arguments, real, summarize
 from uniclip._types import Step
 from uniclip.backends import MET, Backend, backend_of, library_of
-from uniclip.backends.arrays import broadcasts, refuse_shape
+from uniclip.backends.arrays import broadcasts, check_shape
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
     NUMPY,
     TRACED,
-    Lane,
+    FastResult,
     cast,
+    fast_numbers,
     finite_or_zero,
-    numbers_in_lane,
     products_by,
 )
-from uniclip.curves import RejectAbove, hard, rejects, within
+from uniclip.curves import RejectAbove, hard, never_amplifies, rejects
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import Rows
 from uniclip.report import StepValues
@@ -50,13 +50,13 @@ _NAMED = 5
 """The number of leaves named in an error."""
 
 
-def decide(
+def run_step(
     rule: Choices,
     grads: Any,
     state: Any,
     step: Step = Step(),  # noqa: B008 - it never changes
     max_norm: Any = None,
-) -> Decision | LaneDecision:
+) -> StepResult | FastStepResult:
     """Ask the lane of a backend, which takes what nearly every call is.
 
     Go the general way for all else.
@@ -78,102 +78,108 @@ def decide(
         As `uniclip.clip`.
     """
     limit = rule.constant if max_norm is None else max_norm
-    alone = all(
+    single_process = all(
         [
             value is None
             for value in (step.params, step.all_reduce, step.loss, step.norm, step.shared)
         ]
     )
-    takes_lane = rule.simple and alone and type(limit) in {float, int}
-    if takes_lane:
+    takes_fast_path = rule.simple and single_process and type(limit) in {float, int}
+    if takes_fast_path:
         leaves, spec = flatten_known(grads)
         first = next((leaf for leaf in leaves if leaf is not None), None)
         backend = None if first is None else MET.get(type(first)) or backend_of(first)
-        lane = None if backend is None else backend.lane(leaves, limit, in_place=step.in_place)
-        if backend is not None and lane is not None:
-            return LaneDecision(rule, backend, spec.unflatten, lane, state)
-    given = open_tree(grads, in_place=step.in_place)
-    if takes_lane and given.odd and not given.parts:
-        lane = lane_of_arrays(given, limit)
-        if lane is not None:
-            return LaneDecision(rule, given.backend, given.spec.unflatten, lane, state)
-    return decide_generally(rule, given, state, step, limit)
-
-
-def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
-    """Return what the lane comes to beside odd leaves; ``None`` if it takes more."""
-    with given.backend.quiet(given.first):
-        lane = given.backend.lane(
-            given.arrays, math.inf if given.in_place else limit, in_place=False
+        fast_path = (
+            None if backend is None else backend.fast_path(leaves, limit, in_place=step.in_place)
         )
-        if lane is None or not given.in_place:
-            return lane and lane._replace(leaves=given.restore_leaves(lane.leaves))
-        numbers = numbers_in_lane(lane.norm, limit)
+        if backend is not None and fast_path is not None:
+            return FastStepResult(rule, backend, spec.unflatten, fast_path, state)
+    tree = open_tree(grads, in_place=step.in_place)
+    if takes_fast_path and tree.wrapped and not tree.shards:
+        fast_path = fast_path_of_storage(tree, limit)
+        if fast_path is not None:
+            return FastStepResult(rule, tree.backend, tree.spec.unflatten, fast_path, state)
+    return run_general_step(rule, tree, state, step, limit)
+
+
+def fast_path_of_storage(tree: Opened, limit: float) -> FastResult | None:
+    """Return what the lane comes to beside odd leaves; ``None`` if it takes more."""
+    with tree.backend.computation_context(tree.first):
+        fast_path = tree.backend.fast_path(
+            tree.arrays, math.inf if tree.in_place else limit, in_place=False
+        )
+        if fast_path is None or not tree.in_place:
+            return fast_path and fast_path._replace(leaves=tree.restore_leaves(fast_path.leaves))
+        numbers = fast_numbers(fast_path.norm, limit)
         if numbers is None:
             return None
         norm, limit, factor = numbers
         if factor != 1:
-            present = list(given.kinds.present)
-            arrays = [given.arrays[number] for number in present]
-            multiply_in_place(given, present, products_by(arrays, factor, in_place=True))
-        return Lane(norm, limit, factor, given.leaves, given.kinds.device)
+            present = list(tree.leaf_info.present)
+            arrays = [tree.arrays[number] for number in present]
+            multiply_in_place(tree, present, products_by(arrays, factor, in_place=True))
+        return FastResult(norm, limit, factor, tree.leaves, tree.leaf_info.device)
 
 
-def decide_generally(
-    rule: Choices, given: Opened, state: Any, step: Step, constant: Any
-) -> Decision:
+def run_general_step(
+    rule: Choices, tree: Opened, state: Any, step: Step, constant: Any
+) -> StepResult:
     """Plan which leaves share a norm, and whether the host reads the norms; then decide."""
-    join, params = None, None
+    reduction, params = None, None
     if (
         step.params is not None
         or step.all_reduce is not None
         or step.loss is not None
         or "params" in rule.limit.needs
     ):
-        refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
-        refuse_kept_axes(rule.scope, step.all_reduce)
-        given, params = with_params(rule, of_joined_library(given, step.all_reduce), step)
-    kinds = given.kinds
+        check_step_arguments(None if isinstance(step.loss, Loss) else step.loss, step.params)
+        raise_if_kept_axes(rule.scope, step.all_reduce)
+        tree, params = with_params(rule, with_reduced_library(tree, step.all_reduce), step)
+    leaf_info = tree.leaf_info
     # Nearly always nothing else comes in that could be traced or be unreadable.
     if type(constant) is float and step.norm is None and params is None and not rule.holds_arrays:
-        mode = kinds.backend.mode(kinds)
+        mode = leaf_info.backend.mode(leaf_info)
     else:
         values = [constant, step.norm, *getattr(rule.limit, "constants", ())]
-        values += optree.tree_leaves(state) if rule.memory and not rule.limits_checked else []
-        others = (step.loss, state if rule.memory else None)
-        mode = _mode_beside(rule, [given] if params is None else [given, params], values, others)
+        values += optree.tree_leaves(state) if rule.stateful and not rule.limits_checked else []
+        others = (step.loss, state if rule.stateful else None)
+        mode = _mode_beside(rule, [tree] if params is None else [tree, params], values, others)
     if step.all_reduce is not None or step.shared is not None:
-        join = join_of(None if mode == TRACED else rule.agreed, step.all_reduce, step.shared)
+        reduction = reduction_of(
+            None if mode == TRACED else rule.agreed, step.all_reduce, step.shared
+        )
     if params is not None and mode != HOST:
         detached = [
-            array if array is None else kinds.backend.detach(array) for array in params.arrays
+            array if array is None else leaf_info.backend.detach(array) for array in params.arrays
         ]
         params = params._replace(arrays=detached)
-    plan = plan_of(rule, given, mode, join, params)
+    plan = plan_of(rule, tree, mode, reduction, params)
     if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
         plan = plan.with_blocks_apart()
-    first = given.first
+    first = tree.first
     if first is None and params is not None:
         # The parameters say on which device norms lie.
         first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
-    with kinds.backend.quiet(first):
+    with leaf_info.backend.computation_context(first):
         # Now it is known how many there are.
-        if plan.joins is not None and plan.joins.compare(rule):
-            plan = plan_of(rule, given, mode, join, params)
-        return _decide(Inputs(rule, plan, given, params, step, constant), state)
+        if plan.collectives is not None and plan.collectives.compare(rule):
+            plan = plan_of(rule, tree, mode, reduction, params)
+        return _run_measured(Inputs(rule, plan, tree, params, step, constant), state)
 
 
 def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: Any) -> int:
     """Return the mode of a step on gradients, and parameters, given values to look at,
     and what else may be traced.
     """
-    kinds, backend = [tree.kinds for tree in trees], trees[0].backend
+    leaf_info, backend = [tree.leaf_info for tree in trees], trees[0].backend
     mode = (
-        TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, others))
+        TRACED
+        if any([tree.traced for tree in leaf_info])
+        else backend.mode(leaf_info[0], (values, others))
     )
     if mode != HOST:
         return mode
-    reads = all([tree.reads for tree in kinds]) and all(
+    reads = all([tree.reads for tree in leaf_info]) and all(
         [_viewable(backend, value) for value in values]
     )
     return HOST if reads and not rule.holds_arrays else LIBRARY
@@ -189,43 +195,45 @@ def _viewable(backend: Backend, value: Any) -> bool:
     ) is not None
 
 
-def _decide(inputs: Inputs, state: Any) -> Decision:
+def _run_measured(inputs: Inputs, state: Any) -> StepResult:
     """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
-    rule, plan, given = inputs.rule, inputs.plan, inputs.given
+    rule, plan, tree = inputs.rule, inputs.plan, inputs.tree
     if rule.nonfinite == "zero" and not plan.math.host:
-        given = _zero_nonfinite(plan, given)
-    measured, step_finite = measure(inputs, given), None
+        tree = _zero_nonfinite(plan, tree)
+    measured, step_finite = measure(inputs, tree), None
     if rule.nonfinite == "zero" and plan.math.host:
-        given, measured = _measure_without_nonfinite(inputs, measured)
+        tree, measured = _measure_without_nonfinite(inputs, measured)
     norms = measured.norms
     faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
     if rule.decides:
         step_finite = plan.math.finite(norms, measured.entries_finite)
         step_finite = (
-            step_finite if plan.joins is None else plan.joins.in_all_owners([step_finite])[0]
+            step_finite
+            if plan.collectives is None
+            else plan.collectives.true_in_all_shards([step_finite])[0]
         )
     if rule.nonfinite == "raise":
-        _refuse_nonfinite(given, plan, step_finite)
+        _raise_if_nonfinite(tree, plan, step_finite)
     # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
     limits, new, thresholds = _compute_limits(inputs, measured, seen, state)
-    every = zip(norms, limits, faults, strict=True)
-    factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in every]
-    if rule.memory:  # NaN never enters a state
+    rows = zip(norms, limits, faults, strict=True)
+    factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in rows]
+    if rule.stateful:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
     if plan.shapes is not None:
         norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
         thresholds = thresholds and plan.split_blocks(thresholds)
     values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
-    return Decision(rule, given, plan, values, new)
+    return StepResult(rule, tree, plan, values, new)
 
 
 def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
     """Return gradients with 0 for entries that are not finite."""
     library, arrays = plan.math.library, list(gradients.arrays)
-    for number in gradients.kinds.present:
-        with library.quiet(arrays[number]):
+    for number in gradients.leaf_info.present:
+        with library.computation_context(arrays[number]):
             arrays[number] = finite_or_zero(library.xp, arrays[number])
     return gradients._replace(arrays=arrays)
 
@@ -240,9 +248,9 @@ def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Open
         finite = inputs.plan.math.finite(measured.norms, None)
         measured = measured._replace(entries_finite=finite)
     if bool(measured.entries_finite):
-        return inputs.given, measured
-    zeroed = _zero_nonfinite(inputs.plan, inputs.given)
-    again = inputs._replace(given=zeroed, params=None, step=inputs.step._replace(loss=None))
+        return inputs.tree, measured
+    zeroed = _zero_nonfinite(inputs.plan, inputs.tree)
+    again = inputs._replace(tree=zeroed, params=None, step=inputs.step._replace(loss=None))
     return zeroed, measured._replace(norms=measure(again, zeroed).norms)
 
 
@@ -255,17 +263,17 @@ def _compute_limits(
     """Return the limits of each block, numbers or arrays, the next state and the thresholds;
     validate them.
     """
-    rule, plan, given = inputs.rule, inputs.plan, inputs.given
+    rule, plan, tree = inputs.rule, inputs.plan, inputs.tree
     limit, constant = rule.limit, inputs.constant
-    if given.odd:
-        _refuse_limits_by_row(inputs)
+    if tree.wrapped:
+        _raise_if_limits_by_row(inputs)
     if constant is not None:  # which needs no context
         return [_check_limits(plan, constant, n, fits=False) for n in norms], state, None
-    if limit.memory:
-        if not given.kinds.present and plan.joins is None:
+    if limit.stateful:
+        if not tree.leaf_info.present and plan.collectives is None:
             return [math.inf] * len(norms), state, None  # a step without gradients changes no state
         _check_state(rule, plan, state)
-    states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
+    states = [state] if len(norms) == 1 else state if limit.stateful else [state] * len(norms)
     contexts = _make_contexts(inputs, measured, norms)
     answers = [
         _ask_limit(inputs, context, old) for context, old in zip(contexts, states, strict=True)
@@ -280,19 +288,19 @@ def _compute_limits(
             limits_of_block if context.threshold is None else _check_threshold(plan, context)
             for context, limits_of_block in zip(contexts, limits, strict=True)
         ]
-    if not limit.memory:
+    if not limit.stateful:
         return limits, state, thresholds
     new = [old if new is None else new for (_, new), old in zip(answers, states, strict=True)]
     return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
 
-def _refuse_limits_by_row(inputs: Inputs) -> None:
+def _raise_if_limits_by_row(inputs: Inputs) -> None:
     """Refuse a limit, or counts, with a value for each row of a sparse leaf."""
     rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
     of_groups = (
         dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
     )
-    for number in inputs.given.kinds.odd:
+    for number in inputs.tree.leaf_info.wrapped:
         block, row = plan.places[number]
         kept, label = plan.blocks[block].kept, plan.blocks[block].labels[row]
         limit = of_groups.get(label) if of_groups else rule.limit if constant is None else constant
@@ -306,7 +314,7 @@ def _refuse_limits_by_row(inputs: Inputs) -> None:
         # A compiler asks no number.
         shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())
         if kept and len(shape) >= kept and shape[-kept] != 1:
-            refuse_rows(inputs.given, plan.axes, rule, "has a limit")
+            raise_if_rows(inputs.tree, plan.axes, rule, "has a limit")
 
 
 def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list[Context]:
@@ -319,18 +327,21 @@ def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list
             norms, *columns, plan.norm_blocks, strict=True
         )
     ]
-    needs, apart = inputs.rule.limit.needs, plan.joins is not None and plan.joins.divided
+    needs, apart = (
+        inputs.rule.limit.needs,
+        plan.collectives is not None and plan.collectives.divided,
+    )
     return [
         Context(plan.math.backend, rows, n, needs, measured.loss, apart=apart)
         for n in range(len(rows))
     ]
 
 
-def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
+def first_state(rule: Choices, tree: Opened, plan: Plan) -> Any:
     """Return the state before the first step."""
     rows = [
         Rows(n, block.labels, absent=block.absent)
-        for n, block in zip(zero_norms(plan, given), plan.blocks, strict=True)
+        for n, block in zip(zero_norms(plan, tree), plan.blocks, strict=True)
     ]
     contexts = [Context(plan.math.library, rows, number) for number in range(len(rows))]
     states = [rule.limit.init(context.norms, context) for context in contexts]
@@ -342,7 +353,9 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     ``None`` if all its gradients are absent.
     """
     limit, math_ = inputs.rule.limit, inputs.plan.math
-    if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
+    if (
+        limit.stateful and context.absent and all(context.absent)
+    ):  # the shape of its norms is unknown
         return math.inf, None
     old = optree.tree_map(partial(math_.recall, context.norms), state)
     try:
@@ -350,12 +363,12 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
         # compiled code.
         answer = limit.__call__(context.norms, old, context)
     except (TypeError, AttributeError, RuntimeError) as error:
-        _refuse_numpy(inputs.plan, limit, error)
+        _raise_if_numpy(inputs.plan, limit, error)
         raise
     if not (isinstance(answer, tuple) and len(answer) == 2):
         msg = (
-            f"{short(limit)} must return (limits, state), the limits and the next state, got "
-            f"{short(answer)}"
+            f"{summarize(limit)} must return (limits, state), the limits and the next state, got "
+            f"{summarize(answer)}"
         )
         raise TypeError(msg)
     limits, new = answer
@@ -364,8 +377,8 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
         wanted = (
             f"a number or an array of real numbers that broadcasts against norms of shape {shape}"
         )
-        limits = real(f"the limit of {short(limit)}", limits, wanted)
-    if not limit.memory:
+        limits = real(f"the limit of {summarize(limit)}", limits, wanted)
+    if not limit.stateful:
         return limits, state
     absent = _find_absent(inputs.plan, context.absent, context.present)
     if absent is not None and isinstance(limit, PerGroup):
@@ -379,11 +392,11 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     return limits, optree.tree_map(keep, new)
 
 
-def _refuse_numpy(plan: Plan, choice: Any, error: Exception) -> None:
+def _raise_if_numpy(plan: Plan, choice: Any, error: Exception) -> None:
     """Say why a limit or a curve got NumPy's arrays, if it failed on them."""
     if plan.math.backend is not plan.math.library and "numpy" in str(error):
         msg = (
-            f"{short(choice)}: {error}. Where the host can read the gradients, norms are NumPy's "
+            f"{summarize(choice)}: {error}. Where the host can read the gradients, norms are NumPy's "
             "arrays: use the functions of context.xp in a limit, of xp in a curve, not those of "
             "one library"
         )
@@ -415,26 +428,26 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit, blocks = rule.limit, plan.blocks
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
-    parts = [state] if len(blocks) == 1 else state
-    count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
+    shards = [state] if len(blocks) == 1 else state
+    count = isinstance(shards, (list, tuple)) and len(shards) == len(blocks)
     kind = isinstance(limit, PerGroup) or (
-        count and all(hasattr(part, "_fields") for part in parts)
+        count and all(hasattr(shard, "_fields") for shard in shards)
     )
     if state is None or isinstance(state, NoState) or (known and not kind):
         msg = (
-            f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, "
-            f"got {short(state)}"
+            f"state must be what rule.init(grads) returns, or an update before, for {summarize(rule)}, "
+            f"got {summarize(state)}"
         )
         raise TypeError(msg)
-    for part, block in zip(parts, blocks, strict=True) if known else ():
+    for shard, block in zip(shards, blocks, strict=True) if known else ():
         rows = (
-            [len(part)]
+            [len(shard)]
             if isinstance(limit, PerGroup)
-            else [array.shape[0] for array in part if len(array.shape)]
+            else [array.shape[0] for array in shard if len(array.shape)]
         )
         if rows and rows[0] != len(block.groups):
             msg = (
-                f"the state of {short(rule)} is for {rows[0]} norms, but there are "
+                f"the state of {summarize(rule)} is for {rows[0]} norms, but there are "
                 f"{len(block.groups)}: it was made for other gradients"
             )
             raise ValueError(msg)
@@ -446,7 +459,7 @@ def _check_threshold(plan: Plan, context: Context) -> Any:
     """
     threshold: Any = context.threshold
     largest = plan.math.largest_norm
-    refuse_shape("threshold", threshold, context.norms)
+    check_shape("threshold", threshold, context.norms)
     return plan.math.xp.where(threshold > largest, largest, threshold)
 
 
@@ -469,7 +482,7 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         if plan.math.host and not isinstance(value, NUMPY):
             value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
         value = backend.to_device_of(norms, xp.asarray(value, dtype=norms.dtype))
-        refuse_shape("limit", value, norms)
+        check_shape("limit", value, norms)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
         wrong = (
@@ -482,7 +495,7 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         else:
             value = xp.clip(value, 0, largest)
     if wrong:
-        shown = short(value) if getattr(value, "shape", ()) else value
+        shown = summarize(value) if getattr(value, "shape", ()) else value
         msg = f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
         raise ValueError(msg)
     return value
@@ -500,7 +513,7 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
     limits nothing; a constant number ∞ leaves even NaN alone.
     """
     rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
-    xp, world, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
+    xp, backend, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
     bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
     # to compilers no symbol is ∞
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:
@@ -514,7 +527,7 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
         plain = _divide_by_larger if small else _divide_where_limited
         limits = cast(xp, xp.asarray(limits, dtype=norms.dtype) if number else limits, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
-            factors = world.fast_values(plain, _hard)(norms, limits)
+            factors = backend.fast_values(plain, _hard)(norms, limits)
         elif rule.curve is hard and plan.math.on_device and plain is _divide_by_larger:
             factors = plain(xp, norms, limits)  # in half as many kernels
         else:
@@ -524,7 +537,7 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
     if not rule.zeroes:
         return factors
     kept = (
-        world.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
+        backend.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
     )
     return xp.where(kept, factors, xp.zeros_like(factors))
 
@@ -559,17 +572,17 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     try:
         factors = call(xp, norms, limits)
     except (TypeError, AttributeError, RuntimeError) as error:
-        _refuse_numpy(plan, curve, error)
+        _raise_if_numpy(plan, curve, error)
         raise
     if not (
         isinstance(factors, NUMBERS)
         or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))
     ):
         wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
-        msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
+        msg = f"the factor that {summarize(curve)} returned must be {wanted}, got {summarize(factors)}"
         raise TypeError(msg)
     factors = xp.asarray(factors, dtype=norms.dtype)
-    if within(curve):
+    if never_amplifies(curve):
         return factors
     factors = xp.where(factors > plan.math.largest_factor, plan.math.largest_factor, factors)
     limits = plan.math.backend.to_device_of(norms, limits)  # of which a condition must not be read
@@ -592,7 +605,7 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
         pair = (new, old_there) if expected else (old_there, new)
         return backend.xp.where(flag_there, *pair)
 
-    with backend.quiet(arrays[0]):
+    with backend.computation_context(arrays[0]):
         return optree.tree_map(choose, new, old)
 
 
@@ -602,7 +615,7 @@ def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_fin
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(step_finite)
     if rejects(rule.curve):
-        every, none = [], []
+        rows, none = [], []
         unknown = [None] * len(factors)
         for factor, block, present in zip(
             factors, plan.blocks, measured.present or unknown, strict=True
@@ -616,15 +629,17 @@ def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_fin
                 dropped = dropped | xp.reshape(
                     absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1)
                 )
-            every.append(dropped)
-        flags = [plan.math.all(every), plan.math.all(none)]
-        all_gone, none_gone = flags if plan.joins is None else plan.joins.in_all_owners(flags)
+            rows.append(dropped)
+        flags = [plan.math.all(rows), plan.math.all(none)]
+        all_gone, none_gone = (
+            flags if plan.collectives is None else plan.collectives.true_in_all_shards(flags)
+        )
         none_left = all_gone & xp.logical_not(none_gone)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
 
 
-def _refuse_nonfinite(given: Opened, plan: Plan, finite: Any) -> None:
+def _raise_if_nonfinite(tree: Opened, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (
@@ -634,9 +649,9 @@ def _refuse_nonfinite(given: Opened, plan: Plan, finite: Any) -> None:
         )
         raise TypeError(msg)
     if not bool(finite):
-        xp, arrays, present = given.backend.xp, given.arrays, given.kinds.present
+        xp, arrays, present = tree.backend.xp, tree.arrays, tree.leaf_info.present
         bad = [
-            given.place(number)
+            tree.place(number)
             for number in present
             if not bool(xp.all(xp.isfinite(arrays[number])))
         ]

@@ -21,7 +21,7 @@ from weakref import ref
 import optree
 from optree.utils import total_order_sorted
 
-from uniclip._errors import describe, printed, short
+from uniclip._errors import describe, printed, summarize
 from uniclip._types import Path, Step
 from uniclip.backends import (
     COMPILER,
@@ -35,7 +35,7 @@ from uniclip.backends import (
     tell_compilers,
 )
 from uniclip.backends.arrays import View, overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import Kinds, Leaf, cast
+from uniclip.backends.base import LeafInfo, WrappedLeaf, cast
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -44,14 +44,14 @@ NAMESPACE = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""
 _REGISTERED: set[type] = set()
 _LOCK = Lock()
-_KEPT = 256
+LEAF_INFO_CACHE_SIZE = 256
 """For how many trees a backend keeps the facts about the kinds of their leaves."""
 
 
 class Opened(NamedTuple):
     """A tree whose leaves are arrays to measure and multiply, and how to make it what it was."""
 
-    kinds: Kinds
+    leaf_info: LeafInfo
     leaves: list[Any]
     """As given; ``None`` for an absent gradient."""
     arrays: list[Any]
@@ -63,7 +63,7 @@ class Opened(NamedTuple):
     """The structure."""
     name: str = "grads"
     in_place: bool = False
-    odd: dict[int, Leaf] = {}  # noqa: RUF012 - never changed
+    wrapped: dict[int, WrappedLeaf] = {}  # noqa: RUF012 - never changed
     """The leaves that are not their arrays, by their numbers;
     and absent ones whose parameters are distributed.
     """
@@ -71,36 +71,40 @@ class Opened(NamedTuple):
     @property
     def backend(self) -> Backend:
         """The backend of the arrays."""
-        return self.kinds.backend
+        return self.leaf_info.backend
 
     @property
     def first(self) -> Any:
         """The first array that is present, ``None`` if there is none."""
-        return self.arrays[self.kinds.present[0]] if self.kinds.present else None
+        return self.arrays[self.leaf_info.present[0]] if self.leaf_info.present else None
 
     @property
-    def parts(self) -> dict[int, Any]:
+    def shards(self) -> dict[int, Any]:
         """The parts of distributed leaves, by their numbers.
 
         Those of the parameters, where gradients are absent.
         """
-        return {number: odd.part for number, odd in self.odd.items() if odd.part is not None}
+        return {
+            number: wrapped.shard
+            for number, wrapped in self.wrapped.items()
+            if wrapped.shard is not None
+        }
 
-    def part(self, number: int) -> Any:
+    def shard(self, number: int) -> Any:
         """Return the part of a distributed leaf that an array is,
         ``None`` if it is the whole leaf.
         """
-        return self.odd[number].part if number in self.odd else None
+        return self.wrapped[number].shard if number in self.wrapped else None
 
     def is_sparse(self, number: int) -> bool:
         """Whether a leaf stores only some of its rows, or of its entries."""
-        return number in self.odd and self.odd[number].rows is not None
+        return number in self.wrapped and self.wrapped[number].rows is not None
 
     def shapes(self) -> list[Any]:
         """Return the shape of each leaf, with ``None`` for lengths that are values of a graph;
         ``None`` for an absent leaf.
         """
-        if not self.odd:
+        if not self.wrapped:
             return [leaf if leaf is None else leaf.shape for leaf in self.leaves]
         return [
             leaf if leaf is None else self._shape_of(number)
@@ -108,20 +112,20 @@ class Opened(NamedTuple):
         ]
 
     def _shape_of(self, number: int) -> Any:
-        odd = self.odd.get(number)
-        if odd is None or not isinstance(odd.shape, tuple):
+        wrapped = self.wrapped.get(number)
+        if wrapped is None or not isinstance(wrapped.shape, tuple):
             return self.leaves[number].shape
-        return tuple([length if isinstance(length, int) else None for length in odd.shape])
+        return tuple([length if isinstance(length, int) else None for length in wrapped.shape])
 
     def close(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays."""
-        return self.spec.unflatten(self.restore_leaves(arrays) if self.odd else arrays)
+        return self.spec.unflatten(self.restore_leaves(arrays) if self.wrapped else arrays)
 
     def restore_leaves(self, arrays: list[Any]) -> list[Any]:
         """Return the leaves of changed arrays."""
         leaves = list(arrays)
-        for number in self.kinds.odd:
-            same = arrays[number] is self.odd[number].array and not self.is_integral(number)
+        for number in self.leaf_info.wrapped:
+            same = arrays[number] is self.wrapped[number].array and not self.is_integral(number)
             leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
         return leaves
 
@@ -132,26 +136,26 @@ class Opened(NamedTuple):
         Copies of others are written: they may have other rows in that memory, or other factors, and
         get new memory.
         """
-        repeated = same_memory(self.backend, self.leaves, self.place)
+        repeated = find_shared_storage(self.backend, self.leaves, self.place)
         # Not `repeated & self.odd.keys()`, which PyTorch 2.11 and 2.12 cannot compile.
-        copied = {n for n in repeated if n in self.odd and self.odd[n].copied}
+        copied = {n for n in repeated if n in self.wrapped and self.wrapped[n].copied}
         return repeated, repeated - {
             n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])
         }
 
     def write(self, numbers: Iterable[int]) -> None:
         """Write arrays that were changed in place into those leaves that they are copies of."""
-        for number in [n for n in numbers if n in self.odd and self.odd[n].copied]:
-            self._put_back(number, self.odd[number].array)
+        for number in [n for n in numbers if n in self.wrapped and self.wrapped[n].copied]:
+            self._put_back(number, self.wrapped[number].array)
 
     def _put_back(self, number: int, array: Any) -> Any:
         """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype,
         but for integers.
         """
-        odd, leaf, xp = self.odd[number], self.leaves[number], self.backend.xp
+        wrapped, leaf, xp = self.wrapped[number], self.leaves[number], self.backend.xp
         like_it = xp.isdtype(array.dtype, "integral") or not self.is_integral(number)
-        return odd.back(
-            cast(xp, array, leaf.dtype) if like_it and array.dtype == odd.array.dtype else array
+        return wrapped.rebuild(
+            cast(xp, array, leaf.dtype) if like_it and array.dtype == wrapped.array.dtype else array
         )
 
     def is_integral(self, number: int) -> bool:
@@ -317,42 +321,45 @@ def open_tree(
     leaves, spec = flatten_known(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
-    kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))
-    if kinds is None:  # of new kinds of leaves, which are refused if they cannot be clipped
+    leaf_info = None if met is None else met.known.get((name, whole, met.signature(leaves)))
+    if leaf_info is None:  # of new kinds of leaves, which are refused if they cannot be clipped
         leaves, spec = flatten(tree, name)
         backend = backend_for(leaves, name, spec)
         numbers = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
-        backend, numbers = kinds.backend, kinds.odd
-    arrays, odd = leaves, {}
+        backend, numbers = leaf_info.backend, leaf_info.wrapped
+    arrays, wrapped = leaves, {}
     if numbers:
-        with backend.quiet(leaves[numbers[0]]):  # whose device may have a default dtype of its own
+        with backend.computation_context(
+            leaves[numbers[0]]
+        ):  # whose device may have a default dtype of its own
             each = [
                 (n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers
             ]
-        odd = {number: leaf for number, leaf in each if leaf is not None}
+        wrapped = {number: leaf for number, leaf in each if leaf is not None}
         arrays = [
-            odd[number].array if number in odd else leaf for number, leaf in enumerate(leaves)
+            wrapped[number].array if number in wrapped else leaf
+            for number, leaf in enumerate(leaves)
         ]
-    if kinds is None:
-        with backend.quiet():
-            kinds = Kinds(backend, arrays, tuple(odd))
-        key = backend.kinds(leaves)
+    if leaf_info is None:
+        with backend.computation_context():
+            leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
+        key = backend.signature(leaves)
         if key is not None:
-            if len(backend.known) >= _KEPT:
+            if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
                 backend.known.clear()
-            kinds = backend.known.setdefault((name, whole, key), kinds)
-    opened = Opened(kinds, leaves, arrays, spec, name, in_place, odd)
+            leaf_info = backend.known.setdefault((name, whole, key), leaf_info)
+    opened = Opened(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
     if in_place and not whole:
-        _refuse_integers(opened)
+        _raise_if_integers(opened)
     if in_place and not backend.writes:
-        same_memory(backend, leaves, opened.place)  # which says what to write instead
+        find_shared_storage(backend, leaves, opened.place)  # which says what to write instead
     return opened
 
 
-def _refuse_integers(opened: Opened) -> None:
+def _raise_if_integers(opened: Opened) -> None:
     """Refuse integers to be changed in place, by a rule of norms."""
-    for number in opened.odd:
+    for number in opened.wrapped:
         if opened.is_integral(number):
             msg = (
                 f"{opened.place(number)} holds integers, which cannot hold what a rule of norms "
@@ -361,12 +368,12 @@ def _refuse_integers(opened: Opened) -> None:
             raise TypeError(msg)
 
 
-def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
     """Return what an odd leaf holds.
 
     Layers, as float8 in a distributed tensor, are opened one by one.
     """
-    outer = backend.leaf(leaf, in_place=in_place, whole=whole)
+    outer = backend.unwrap(leaf, in_place=in_place, whole=whole)
     if outer is None:
         return None
     inner = _open_leaf(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
@@ -375,9 +382,9 @@ def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> L
     known = inner._replace(
         **{name: value for name, value in outer._asdict().items() if value is not None}
     )
-    view = None if outer.copied else inner.view
+    storage = None if outer.copied else inner.storage
     return known._replace(
-        array=inner.array, back=lambda new: outer.back(inner.back(new)), view=view
+        array=inner.array, rebuild=lambda new: outer.rebuild(inner.rebuild(new)), storage=storage
     )
 
 
@@ -401,7 +408,7 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
         backend = backend_of(leaf)
         if backend is None:
             raise TypeError(_no_array(place(name, spec.paths()[number]), leaf))
-        why = backend.unfit(leaf, gradient=name == "grads")
+        why = backend.unsupported_reason(leaf, gradient=name == "grads")
         if why:
             msg = f"{what(number)}: {why}"
             raise TypeError(msg)
@@ -413,7 +420,9 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
     return chosen or DEFAULT
 
 
-def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]) -> set[int]:
+def find_shared_storage(
+    backend: Backend, leaves: list[Any], where: Callable[[int], str]
+) -> set[int]:
     """Return the leaves whose memory is that of an earlier leaf,
     to be asked before any is written in place.
 
@@ -425,13 +434,13 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
         If two leaves overlap in memory, and are not the same.
     """
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-    memories = backend.memory([leaves[number] for number in present])
-    if memories is None:
+    storages = backend.storage([leaves[number] for number in present])
+    if storages is None:
         return set()
     again: set[int] = set()
     views: dict[int, View] = {}
     unknown: dict[Any, int] = {}
-    for number, (view, reason) in zip(present, memories, strict=True):
+    for number, (view, reason) in zip(present, storages, strict=True):
         repeats = view is not None and overlaps_itself(view)
         why = reason or ("several of its entries may lie in one place" if repeats else None)
         if why:
@@ -478,21 +487,23 @@ def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opene
     Where gradients are absent, the parameters say which library's processes are joined, and over
     which meshes.
     """
-    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.kinds.present
+    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.leaf_info.present
     if needed and step.params is None:
-        msg = f"{short(rule)} compares gradients with their parameters: pass params="
+        msg = f"{summarize(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
     if step.params is not None and (
-        needed or nothing or len(given.kinds.present) < len(given.leaves)
+        needed or nothing or len(given.leaf_info.present) < len(given.leaves)
     ):
         theirs = _put_in_order(open_tree(step.params, "params"), given)
-    if nothing and theirs is not None and theirs.kinds.present:
-        given = given._replace(kinds=theirs.kinds.without_leaves())
-    if theirs is not None and theirs.parts:
+    if nothing and theirs is not None and theirs.leaf_info.present:
+        given = given._replace(leaf_info=theirs.leaf_info.without_leaves())
+    if theirs is not None and theirs.shards:
         absent = {
-            n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None
+            n: WrappedLeaf(None, shard=shard)
+            for n, shard in theirs.shards.items()
+            if given.leaves[n] is None
         }
-        given = given._replace(odd=dict(sorted((given.odd | absent).items())))
+        given = given._replace(wrapped=dict(sorted((given.wrapped | absent).items())))
     return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
 
 
@@ -511,8 +522,8 @@ def _put_in_order(theirs: Opened, given: Opened) -> Opened:
         [None if n is None else values[n] for n in order]
         for values in (theirs.leaves, theirs.arrays)
     )
-    odd = {number: theirs.odd[n] for number, n in enumerate(order) if n in theirs.odd}
-    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, odd=odd)
+    wrapped = {number: theirs.wrapped[n] for number, n in enumerate(order) if n in theirs.wrapped}
+    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, wrapped=wrapped)
 
 
 def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
@@ -526,8 +537,8 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         If the parameters belong to another framework, or a gradient stores single entries that have
         norms of their own.
     """
-    present, backend = given.kinds.present, given.backend
-    if present and theirs.kinds.present and theirs.backend is not backend:
+    present, backend = given.leaf_info.present, given.backend
+    if present and theirs.leaf_info.present and theirs.backend is not backend:
         msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
         raise TypeError(msg)
     shapes = given.shapes()
@@ -546,18 +557,18 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     arrays = [
         None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)
     ]
-    parts = theirs.parts
-    if rule.scope.axes is not None and (parts or given.parts):
-        arrays, parts = _divide_alike(rule, given, theirs, arrays)
+    shards = theirs.shards
+    if rule.scope.axes is not None and (shards or given.shards):
+        arrays, shards = _divide_alike(rule, given, theirs, arrays)
     if rule.scope.axes is not None:
-        for number in filter(given.is_sparse, given.odd):
+        for number in filter(given.is_sparse, given.wrapped):
             arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
-    odd = {
-        number: Leaf(arrays[number], part=part)
-        for number, part in parts.items()
-        if part is not None
+    wrapped = {
+        number: WrappedLeaf(arrays[number], shard=shard)
+        for number, shard in shards.items()
+        if shard is not None
     }
-    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", odd=odd)
+    return Opened(theirs.leaf_info, theirs.leaves, arrays, given.spec, "params", wrapped=wrapped)
 
 
 def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
@@ -567,14 +578,14 @@ def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> An
     axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
     if axes is None or 0 in axes:
         return array
-    if given.odd[number].by_entry:
+    if given.wrapped[number].by_entry:
         msg = (
-            f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would "
+            f"{given.place(number)} is sparse, and stores single entries: {summarize(rule)} would "
             "compare them with other entries of the parameter; make the gradient dense, or take "
             "a norm of whole leaves"
         )
         raise TypeError(msg)
-    return given.backend.xp.take(array, given.odd[number].rows, axis=0)
+    return given.backend.xp.take(array, given.wrapped[number].rows, axis=0)
 
 
 def _divide_alike(
@@ -583,14 +594,14 @@ def _divide_alike(
     """Return the parameters and their parts, divided among processes as the gradients are where
     norms keep axes.
     """
-    parts = theirs.parts
-    for number in given.kinds.present:
-        part, leaf = given.part(number), theirs.leaves[number]
+    shards = theirs.shards
+    for number in given.leaf_info.present:
+        shard, leaf = given.shard(number), theirs.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
-        mine: Any = parts.get(number)
-        if (part and part.divided(axes)) != (mine and mine.divided(axes)):
-            arrays[number], parts[number] = (
-                mine.gather(leaf) if part is None else part.divide(leaf),
-                part,
+        mine: Any = shards.get(number)
+        if (shard and shard.divided(axes)) != (mine and mine.divided(axes)):
+            arrays[number], shards[number] = (
+                mine.gather(leaf) if shard is None else shard.divide(leaf),
+                shard,
             )
-    return arrays, parts
+    return arrays, shards

@@ -25,10 +25,10 @@ from uniclip.backends.base import (
     NUMPY,
     PIECE,
     Array,
+    ArrayFacts,
     Axes,
     Backend,
-    Facts,
-    Memory,
+    Storage,
     Terms,
     cut,
     operand,
@@ -58,12 +58,12 @@ def from_numpy(backend: Backend, array: Any, like: Array) -> Array:
     return backend.from_host(np.asarray(array), backend.device(like))
 
 
-def surely(backend: Backend, flag: Array) -> bool:
+def known_true(backend: Backend, flag: Array) -> bool:
     """Whether a flag can be read, and is true."""
     return backend.readable(flag) and bool(flag)
 
 
-def surely_ordered(backend: Backend, low: Array, high: Array) -> bool:
+def known_ordered(backend: Backend, low: Array, high: Array) -> bool:
     """Whether arrays are in order, as far as both can be read."""
     return not (backend.readable(low) and backend.readable(high)) or bool(
         backend.xp.all(low <= high)
@@ -91,7 +91,7 @@ def _rank_is_unknown(*shapes: Any) -> bool:
     return None in {getattr(shape, "rank", 0) for shape in shapes}
 
 
-def refuse_shape(name: str, array: Any, norms: Any) -> None:
+def check_shape(name: str, array: Any, norms: Any) -> None:
     """Refuse limits, or a given norm, whose shape does not fit the norms."""
     if len(array.shape) and not broadcasts(array.shape, norms.shape):
         shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
@@ -241,12 +241,12 @@ class Standard(Backend):
         self._refusals: dict[type, str | None] = {}
         """Why arrays of a class cannot be written, ``None`` if they can."""
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         double = all([self._device_of(array).has_float64 for array in arrays])
-        return Facts(traced=False, reads=False, records=self.may_record, double=double)
+        return ArrayFacts(traced=False, reads=False, records=self.may_record, double=double)
 
     # Where arrays are.
 
@@ -265,8 +265,10 @@ class Standard(Backend):
         target = _STEP_DEVICE.get()
         return target is None or all([self._device_of(array) is target for array in arrays])
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        return super().quiet() if first is None else _on_device(self._device_of(first))
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+        return (
+            super().computation_context() if first is None else _on_device(self._device_of(first))
+        )
 
     def from_host(self, array: np.ndarray[Any, Any], device: str) -> Array:
         target = self._devices[device]
@@ -304,7 +306,7 @@ class Standard(Backend):
         for place in set(places):
             numbers = [number for number, at in enumerate(places) if at == place]
             shapes = [tuple(arrays[number].shape) for number in numbers]
-            with self.quiet(arrays[numbers[0]]):
+            with self.computation_context(arrays[numbers[0]]):
                 flat = [self.xp.reshape(arrays[number], (-1,)) for number in numbers]
                 vector = self._read(flat[0] if len(flat) == 1 else self.xp.concat(flat))
             ends = list(accumulate(map(math.prod, shapes)))
@@ -350,14 +352,14 @@ class Standard(Backend):
     # Sums and products.
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
-        if terms.axes is not None and not self.facts(terms.arrays).double:
+        if terms.axes is not None and not self.array_facts(terms.arrays).double:
             terms = self._with_summed_axes_last(terms)
         if self._are_there(terms.arrays):
             return super().sums(mode, terms)
 
         target, sums = _STEP_DEVICE.get(), []
         for array, *arguments in terms.each():
-            with self.quiet(array):
+            with self.computation_context(array):
                 total = power_sum(self, array, *arguments)
             sums.append(total if target is None else self._move(total, target))
         return stack_terms(self, sums, terms)
@@ -378,7 +380,7 @@ class Standard(Backend):
             return array, axes, unit
 
         # Flattened first: libraries need not copy a permuted array to reshape it.
-        with self.quiet(array):
+        with self.computation_context(array):
             flat = self.xp.reshape(self.xp.permute_dims(array, (*kept, *axes)), (-1,))
             lengths = [shape[axis] for axis in kept]
             rows = self.xp.reshape(flat, (*lengths, math.prod([shape[axis] for axis in axes])))
@@ -398,7 +400,7 @@ class Standard(Backend):
             return [multiply(*pair, zero) for pair in zip(arrays, factors, strict=True)]
         products = []
         for array, factor in zip(arrays, factors, strict=True):
-            with self.quiet(array):
+            with self.computation_context(array):
                 products.append(multiply(array, factor, zero))
         return products
 
@@ -428,11 +430,11 @@ class Standard(Backend):
 
     # Arrays that are changed in place.
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         return [self._memory_of(leaf) for leaf in leaves]
 
-    def _memory_of(self, leaf: Any) -> Memory:
-        with self.quiet(leaf):
+    def _memory_of(self, leaf: Any) -> Storage:
+        with self.computation_context(leaf):
             reason = self._class_refusal(leaf)
             if reason is not None or not self._has_views:
                 return None, reason
@@ -472,7 +474,7 @@ class Standard(Backend):
         return bool(whole[0] == 1)
 
     def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
-        with self.quiet(array):
+        with self.computation_context(array):
             array[...] = function(array, *operands)
 
 
@@ -496,7 +498,7 @@ def _place(array: Any) -> tuple[str, str]:
     return str(getattr(array, "dtype", None)), str(getattr(array, "device", None))
 
 
-def _storage_of(leaf: Any) -> Memory:
+def _storage_of(leaf: Any) -> Storage:
     """Return a NumPy array at an array's place in memory, ``None`` if that is unknown;
     and why it cannot be written, if so.
     """

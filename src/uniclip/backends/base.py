@@ -5,13 +5,13 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who
-  reads them: `mode`, `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
+- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
+  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
   `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
   `debug_infs`;
-- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `memory`, `write`; and have parts in several processes: `reducer`,
-  `copies`, `rank`;
+- *may* be faster, and change arrays in place: `fast_path`, `sums`, `pieces`, `scale`,
+  `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
+  `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -35,7 +35,7 @@ Rebuild: TypeAlias = Callable[[Array], Any]
 Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
-Memory: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
+Storage: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
 """An array at a leaf's place in memory, if that is known,
 and why the leaf cannot be written, if so.
 """
@@ -59,7 +59,7 @@ is accurate.
 """
 
 
-class Facts(NamedTuple):
+class ArrayFacts(NamedTuple):
     """What is known of some arrays and their values."""
 
     traced: bool
@@ -72,19 +72,21 @@ class Facts(NamedTuple):
     """Whether their sums can be float64."""
 
 
-class Kinds:
+class LeafInfo:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
-    def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
+    def __init__(
+        self, backend: Backend, arrays: list[Array | None], wrapped: tuple[int, ...]
+    ) -> None:
         present = [array for array in arrays if array is not None]
         self.backend = backend
-        self.odd = odd
+        self.wrapped = wrapped
         """The leaves whose array is not the leaf itself: sparse or distributed ones, integers,
         storage formats.
         """
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
-        self.traced, self.reads, self.records, self.double = backend.facts(present)
-        """See `Facts`."""
+        self.traced, self.reads, self.records, self.double = backend.array_facts(present)
+        """See `ArrayFacts`."""
         self.dtype = norm_dtype(
             backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
         )
@@ -92,18 +94,18 @@ class Kinds:
 
         Norms lie with the first leaf, whose device may have no float64 though that of others has.
         """
-        if not self.double and not backend.facts(present[:1]).double:
+        if not self.double and not backend.array_facts(present[:1]).double:
             self.dtype = backend.xp.float32
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
 
-    def without_leaves(self, backend: Backend | None = None) -> Kinds:
+    def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""
-        kinds = copy(self) if backend is None else Kinds(backend, [], ())
-        kinds.present, kinds.odd = (), ()
-        return kinds
+        leaf_info = copy(self) if backend is None else LeafInfo(backend, [], ())
+        leaf_info.present, leaf_info.wrapped = (), ()
+        return leaf_info
 
 
 def unchanged(array: Array) -> Array:
@@ -111,16 +113,16 @@ def unchanged(array: Array) -> Array:
     return array
 
 
-class Leaf(NamedTuple):
+class WrappedLeaf(NamedTuple):
     """An odd leaf: one that is not itself a dense array of floating-point numbers in
     this process.
     """
 
     array: Array
     """Its numbers as such an array; those of entries that are stored twice are summed."""
-    back: Rebuild = unchanged
+    rebuild: Rebuild = unchanged
     """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
-    view: Any = None
+    storage: Any = None
     """The leaf's own memory, if it has some: the array, or entries that are not summed,
     which one number multiplies.
     """
@@ -131,9 +133,9 @@ class Leaf(NamedTuple):
     """
     shape: Any = None
     """The lengths of the leaf, numbers or arrays, if it does not tell them."""
-    part: Any = None
+    shard: Any = None
     """Which part of a distributed leaf it is, with the attributes
-    of `uniclip.backends.torch.dtensor.Part`.
+    of `uniclip.backends.torch.dtensor.LocalShard`.
     """
 
     @property
@@ -141,7 +143,7 @@ class Leaf(NamedTuple):
         """Whether the array is not the leaf's own memory,
         so that what changes it in place is written back.
         """
-        return self.view is not self.array
+        return self.storage is not self.array
 
     @property
     def by_entry(self) -> bool:
@@ -149,8 +151,8 @@ class Leaf(NamedTuple):
         return isinstance(self.rows, tuple)
 
 
-class Lane(NamedTuple):
-    """The result of `Backend.lane`: norm, limit and factor, rounded to float32, and the leaves."""
+class FastResult(NamedTuple):
+    """The result of `Backend.fast_path`: norm, limit and factor, rounded to float32, and the leaves."""
 
     norm: Any
     """A number; where the host does not read it, a 0-d array, as the factor then is."""
@@ -167,7 +169,7 @@ _FLOAT32_LEAST = 1e-37
 """Smaller norms, limits and factors lose digits in float32."""
 
 
-def numbers_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
+def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None:
     """Return norm, limit and factor, rounded to float32 before they are used.
 
     ``None`` if one is out of its range.
@@ -237,7 +239,7 @@ class Products(NamedTuple):
 
     ``None`` if all have one factor.
     """
-    parts: Sequence[Any] | None = None
+    shards: Sequence[Any] | None = None
     """The part of a distributed leaf that each array is."""
     in_place: bool = False
     zero: bool = False
@@ -245,14 +247,14 @@ class Products(NamedTuple):
 
     def take(self, numbers: list[int], arrays: list[Array]) -> Products:
         """Return the products of others in the places of some of the arrays."""
-        axes, parts = (
-            given and [given[number] for number in numbers] for given in (self.axes, self.parts)
+        axes, shards = (
+            given and [given[number] for number in numbers] for given in (self.axes, self.shards)
         )
         return self._replace(
             arrays=arrays,
             places=[self.places[number] for number in numbers],
             axes=axes,
-            parts=parts,
+            shards=shards,
         )
 
     def is_single(self, number: int) -> bool:
@@ -269,15 +271,16 @@ class Products(NamedTuple):
             block: _rows_of(backend, self.blocks[block], users.count(block)) for block in set(users)
         }
         found = [rows[block][row] for block, row in self.places]
-        if self.parts is not None:
-            each = zip(found, self.parts, strict=True)
+        if self.shards is not None:
+            each = zip(found, self.shards, strict=True)
             found = [
-                value if part is None else part.weigh(value, inverse=True) for value, part in each
+                value if shard is None else shard.weigh(value, inverse=True)
+                for value, shard in each
             ]
         if self.axes is None:
             return found
         every = zip(found, self.arrays, self.axes, strict=True)
-        return [spread(backend, value, array, axes) for value, array, axes in every]
+        return [expand_to_leaf(backend, value, array, axes) for value, array, axes in every]
 
 
 def products_by(
@@ -296,7 +299,7 @@ def _rows_of(backend: Backend, block: Any, users: int) -> Any:
     return [block[0, ...]] if users == block.shape[0] == 1 else backend.unstack(block)
 
 
-def spread(backend: Backend, value: Any, array: Array, axes: Axes) -> Any:
+def expand_to_leaf(backend: Backend, value: Any, array: Array, axes: Axes) -> Any:
     """Return a norm's value, if it is not a Python number, on the device of the array,
     with the array's dimensions.
 
@@ -342,11 +345,11 @@ class Backend:
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
-        self.known: dict[Any, Kinds] = {}
+        self.known: dict[Any, LeafInfo] = {}
 
     # What a leaf holds.
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         """Return a key that is equal for leaves of equal kinds, ``None`` for no key;
         ``None`` is a kind, too.
         """
@@ -361,13 +364,13 @@ class Backend:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return not self.xp.isdtype(leaf.dtype, "bool")
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead;
         else ``None``.
         """
         return None
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         """Return what an odd leaf holds, whose array may be an odd leaf again.
 
         ``None`` for other leaves.
@@ -378,23 +381,33 @@ class Backend:
         if whole or not self.xp.isdtype(leaf.dtype, "integral"):
             return None
         # in the framework's default dtype
-        return Leaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))
+        return WrappedLeaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))
 
     # Where arrays are, and whether they have values.
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         """Return the mode of a step on leaves of these kinds.
 
         ``beside`` is a tree of all else that comes in.
         """
-        traced = kinds.traced or any([self.traced(array) for array in optree.tree_leaves(beside)])
-        return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
+        traced = leaf_info.traced or any(
+            [self.traced(array) for array in optree.tree_leaves(beside)]
+        )
+        return (
+            TRACED
+            if traced
+            else HOST
+            if leaf_info.reads
+            else RECORDED
+            if leaf_info.records
+            else LIBRARY
+        )
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         """Return the facts about the values of arrays,
         which do not change while their kinds are the same.
         """
-        return Facts(
+        return ArrayFacts(
             any(map(self.traced, arrays)),
             all(map(self.readable, arrays)),
             records=True,
@@ -445,7 +458,7 @@ class Backend:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
         return list(map(self.detach, arrays))
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings, and create arrays on the device of the
         first gradient.
         """
@@ -459,7 +472,7 @@ class Backend:
         """Whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
-    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
         """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
 
         It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For
@@ -524,7 +537,7 @@ class Backend:
 
     # Arrays that are changed in place; by default they never are.
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         """Return the memory of each leaf.
 
         ``None`` if a quick check shows that all can be written, and share none.
@@ -547,7 +560,7 @@ class Backend:
         """
         return None
 
-    def copies(
+    def replicas(
         self,
         arrays: list[Any],
         all_reduce: Any,
@@ -703,7 +716,9 @@ def _wide(backend: Backend, array: Array) -> Array:
     float64 if the library has it.
     """
     xp = backend.xp
-    dtype = xp.result_type(array.dtype, xp.float64 if backend.facts([array]).double else xp.float32)
+    dtype = xp.result_type(
+        array.dtype, xp.float64 if backend.array_facts([array]).double else xp.float32
+    )
     return cast(xp, array, dtype)
 
 
@@ -716,7 +731,7 @@ def operand(backend: Backend, array: Array, factor: Any) -> Array:
 
 
 def sum_long_squares(
-    backend: Backend, terms: Terms, short: Callable[[Array], Array | None]
+    backend: Backend, terms: Terms, float32_sum: Callable[[Array], Array | None]
 ) -> list[Array]:
     """Return ``Σ|x|²`` of each array in float64,
     of long ones by float32 sums where these are accurate.
@@ -726,7 +741,9 @@ def sum_long_squares(
     are zeros.
     """
     xp, (low, high), arrays = backend.xp, FITS, terms.arrays
-    sums_of_arrays = [short(array) if axes is None else None for array, _, axes, _ in terms.each()]
+    sums_of_arrays = [
+        float32_sum(array) if axes is None else None for array, _, axes, _ in terms.each()
+    ]
     long = {number for number, total in enumerate(sums_of_arrays) if total is not None}
     for number, term in enumerate(terms.each()):
         if number not in long:

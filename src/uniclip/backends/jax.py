@@ -34,15 +34,15 @@ from uniclip.backends.base import (
     NODES,
     TRACED,
     Array,
+    ArrayFacts,
     Axes,
     Backend,
-    Facts,
-    Kinds,
-    Lane,
-    Leaf,
+    FastResult,
+    LeafInfo,
     Op,
     Reduce,
     Terms,
+    WrappedLeaf,
     enter_both,
     operand,
     same,
@@ -201,16 +201,18 @@ def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, An
     """Return the sums of squares of groups of arrays that the host reads:
     many or long ones by one compiled call.
     """
-    short = few(arrays, sum([array.size for array in arrays])) or any(
+    float32_sum = few(arrays, sum([array.size for array in arrays])) or any(
         [array.dtype not in _SINGLE for array in arrays]
     )
-    starts = range(0, len(arrays), _TOGETHER) if not short and _can_share_a_call(arrays) else ()
+    starts = (
+        range(0, len(arrays), _TOGETHER) if not float32_sum and _can_share_a_call(arrays) else ()
+    )
     parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
     if not parts:
         return squares(list(map(np.asarray, arrays)), lengths)
     totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
-    odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
-    totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
+    wrapped = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
+    totals[wrapped] = [squares_of(np.asarray(arrays[number])) for number in wrapped]
     return np.array(sums_of(totals.tolist(), lengths))
 
 
@@ -454,16 +456,16 @@ class _JAX(Backend):
         "(array, op)"
     )
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         # Derivatives are traced.
-        return super().facts(arrays)._replace(records=False, double=_float64_is_whole())
+        return super().array_facts(arrays)._replace(records=False, double=_float64_is_whole())
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         # What is made of constants in compiled code is a tracer, and no host reads it.
-        return TRACED if _makes_tracers() else super().mode(kinds, beside)
+        return TRACED if _makes_tracers() else super().mode(leaf_info, beside)
 
     def allow_float64(self) -> AbstractContextManager[Any]:
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
@@ -497,7 +499,7 @@ class _JAX(Backend):
             return list(map(np.asarray, arrays))
         return list(map(np.asarray, jax.device_get(arrays)))
 
-    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
         # BCOO is none.
         if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):
@@ -577,7 +579,7 @@ class _JAX(Backend):
         names = names_of(all_reduce)
         return None if names is None else partial(_reduce_over_axes, names)
 
-    def copies(
+    def replicas(
         self,
         arrays: list[Array],
         all_reduce: Any,
@@ -607,7 +609,7 @@ class _JAX(Backend):
             jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu"
         )
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
             return (
                 "of the sparse kinds only BCOO is taken, because it can be summed where an index "
@@ -627,12 +629,12 @@ class _JAX(Backend):
         # of which each process has a copy
         return bool(array.is_fully_addressable or array.is_fully_replicated)
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         # which JAX does not promote
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):
-            return Leaf(leaf.astype(jnp.float32))
+            return WrappedLeaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
-            return super().leaf(leaf, in_place=in_place, whole=whole)
+            return super().unwrap(leaf, in_place=in_place, whole=whole)
         summed = _sum_duplicates(leaf)
 
         def back(new: Array) -> Any:
@@ -642,7 +644,7 @@ class _JAX(Backend):
 
         alone = summed.n_sparse == 1 and not summed.n_batch
         # The index of padding lies behind the last row.
-        return Leaf(
+        return WrappedLeaf(
             summed.data,
             back,
             rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else (),
@@ -677,16 +679,16 @@ class _JAX(Backend):
             return super().cond(ok, usual, rare)
         return list(jax.lax.cond(ok, usual, rare))
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        quiet = super().quiet(first)
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+        computation_context = super().computation_context(first)
         if (
             jax.config.jax_numpy_dtype_promotion == "standard"
             and jax.config.jax_numpy_rank_promotion == "allow"
         ):
-            return quiet
+            return computation_context
         # These are for the user's own code: here dtypes and ranks are promoted on purpose.
         return enter_both(
-            quiet,
+            computation_context,
             enter_both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")),
         )
 

@@ -23,16 +23,16 @@ from uniclip.backends.base import (
     NUMPY,
     PIECE,
     Array,
+    ArrayFacts,
     Axes,
     Backend,
-    Facts,
-    Kinds,
-    Lane,
-    Memory,
+    FastResult,
+    LeafInfo,
+    Storage,
     Terms,
+    fast_numbers,
     fill_places,
     in_groups,
-    numbers_in_lane,
     power_sum,
     row_slices,
     stack_terms,
@@ -101,19 +101,19 @@ def lane_on_host(
     limit: float,
     scale: Callable[[float], list[Any] | None],
     device: Any = None,
-) -> Lane | None:
-    """Return the result of a lane where the host reads the sum of squares; see `Backend.lane`.
+) -> FastResult | None:
+    """Return the result of a lane where the host reads the sum of squares; see `Backend.fast_path`.
 
     ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
     """
-    numbers = numbers_in_lane(math.sqrt(total), limit)
+    numbers = fast_numbers(math.sqrt(total), limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers
     arrays = None if factor == 1 else scale(factor)
     if factor != 1 and arrays is None:
         return None
-    return Lane(
+    return FastResult(
         norm, limit, factor, leaves if arrays is None else fill_places(leaves, arrays), device
     )
 
@@ -135,7 +135,7 @@ def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
     """Return ``Σx²`` of groups of arrays of few entries that were joined, whose sizes are given."""
     exact = flat.dtype.char == "f"
     if len(lengths) == 1:
-        total = _exact(flat) if flat.size <= _EXACT else _of_vector(flat)
+        total = _sum_squares_float64(flat) if flat.size <= _EXACT else _sum_vector(flat)
         return np.array([total if total or exact else _or_underflown(flat)])
     wide = flat.astype(np.float64, copy=False)
     starts = list(accumulate(sums_of(sizes, lengths)[:-1], initial=0))
@@ -154,19 +154,19 @@ def squares_of(array: View, wide: bool = False) -> float:
         and (array.size <= PIECE or array.flags.forc)
         and not (wide and array.dtype.char == "f")
     ):
-        return _of_vector(array.ravel("K"))
+        return _sum_vector(array.ravel("K"))
     with walk(
         [array], "readonly", [np.result_type(array.dtype, np.float64 if wide else np.float32)]
     ) as pieces:
-        return sum(_of_vector(np.ascontiguousarray(piece)) for piece in pieces)
+        return sum(_sum_vector(np.ascontiguousarray(piece)) for piece in pieces)
 
 
-def _of_vector(flat: View) -> float:
+def _sum_vector(flat: View) -> float:
     if flat.size <= _COPIED:
-        return _of_wide(flat.astype(np.result_type(flat.dtype, np.float64), copy=False))
+        return _sum_wide(flat.astype(np.result_type(flat.dtype, np.float64), copy=False))
     over = flat.size % _ROW
     if flat.dtype.char not in "fd":
-        return _of_wide(flat)
+        return _sum_wide(flat)
     rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
     with np.errstate(all="ignore"):
         total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
@@ -175,20 +175,22 @@ def _of_vector(flat: View) -> float:
         return total or _or_underflown(flat)
     if LOW < total < HIGH or (total == 0 and all_zero(flat)):
         return total
-    return sum(_of_wide(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
+    return sum(_sum_wide(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
 
 
-def _exact(flat: View) -> float:
+def _sum_squares_float64(flat: View) -> float:
     """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads,
     which takes longer.
     """
     if flat.size <= _PART:
         wide = flat.astype(np.float64, copy=False)
         return float(wide.dot(wide))
-    return sum([_exact(flat[start : start + _PART]) for start in range(0, flat.size, _PART)])
+    return sum(
+        [_sum_squares_float64(flat[start : start + _PART]) for start in range(0, flat.size, _PART)]
+    )
 
 
-def _of_wide(flat: View) -> float:
+def _sum_wide(flat: View) -> float:
     total = flat.dot(flat)
     return total or (_or_underflown(flat) if flat.size else 0.0)
 
@@ -257,21 +259,21 @@ def _in_range(
     low = 0.0 if array.dtype.char == "d" else LOW
     fine = (total > low) & (total < HIGH)
     return (
-        total if fine.all() else _again(array, flat, np.asarray(total, np.float64), fine),
+        total if fine.all() else _recompute(array, flat, np.asarray(total, np.float64), fine),
         flat,
         shape,
     )
 
 
-def _again(array: View, flat: View, total: View, fine: View) -> View:
+def _recompute(array: View, flat: View, total: View, fine: View) -> View:
     """Return sums of rows, those that may not be accurate made again in float64."""
     zero = total == 0
     # Nearly always: zeros, whose sums are right.
     if zero.any() and all_zero(array if zero.all() else flat[zero]):
         fine = fine | zero
-    odd = np.flatnonzero(~fine)
-    for start in range(0, len(odd), step := max(1, PIECE // flat.shape[1])):
-        rows = odd[start : start + step]
+    wrapped = np.flatnonzero(~fine)
+    for start in range(0, len(wrapped), step := max(1, PIECE // flat.shape[1])):
+        rows = wrapped[start : start + step]
         wide = flat[rows].astype(np.float64)
         squares = np.vecdot(wide, wide)
         squares[(squares == 0) & wide.any(axis=1)] = UNDERFLOWN
@@ -341,13 +343,13 @@ def _isdtype(dtype: Any, kind: str) -> bool:
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-_FACTS = Facts._make((False, True, False, True))
+_FACTS = ArrayFacts._make((False, True, False, True))
 
 
 class _NumPy(Backend):
     writes = True
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([
             leaf.dtype
             if type(leaf) is np.ndarray
@@ -364,10 +366,10 @@ class _NumPy(Backend):
         floats = "float" in name and not name.endswith("e8m0fnu")
         return leaf.dtype.kind in "iufc" or floats
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         return HOST
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         return _FACTS
 
     def readable(self, array: Array) -> bool:
@@ -379,7 +381,7 @@ class _NumPy(Backend):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         return array[()] if array.ndim == 0 else array
 
-    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
         if not all([type(array) is np.ndarray and array.dtype == _FLOAT32 for array in arrays]):
             return None
@@ -433,7 +435,7 @@ class _NumPy(Backend):
         new = array * factor  # a Python number keeps the dtype
         return new if new.dtype == array.dtype else new.astype(array.dtype)
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         # Scalars are read-only, too.
         return (
             None

@@ -31,14 +31,14 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
+    ArrayFacts,
     Axes,
     Backend,
-    Facts,
-    Kinds,
-    Lane,
-    Leaf,
+    FastResult,
+    LeafInfo,
     Op,
     Terms,
+    WrappedLeaf,
     enter_both,
     operand,
     row_slices,
@@ -218,29 +218,29 @@ namespace = SimpleNamespace(
 
 
 class _TensorFlow(Backend):
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
-        return Facts(
+        return ArrayFacts(
             traced,
             not traced and all(["CPU" in array.device for array in arrays]),
             records=True,
             double=True,
         )
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
-        if kinds.traced or not tf.executing_eagerly():
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
+        if leaf_info.traced or not tf.executing_eagerly():
             return TRACED
-        return RECORDED if record.could_possibly_record() else HOST if kinds.reads else LIBRARY
+        return RECORDED if record.could_possibly_record() else HOST if leaf_info.reads else LIBRARY
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
             leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer
         )
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         if not (gradient and isinstance(leaf, tf.Variable)):
             return None
         return (
@@ -263,7 +263,7 @@ class _TensorFlow(Backend):
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [tf.identity(array) for array in arrays]  # one may be a variable
 
-    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
         if in_place or not tf.executing_eagerly() or record.could_possibly_record():
             return None
         tensors = [leaf for leaf in leaves if leaf is not None]
@@ -362,12 +362,12 @@ class _TensorFlow(Backend):
         flat = tf.reshape(array, [-1])
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         if isinstance(leaf, tf.Variable):
-            return Leaf(tf.convert_to_tensor(leaf))
+            return WrappedLeaf(tf.convert_to_tensor(leaf))
         if isinstance(leaf, tf.IndexedSlices):
             return _open_slices(leaf, whole=whole)
-        return super().leaf(leaf, in_place=in_place, whole=whole)
+        return super().unwrap(leaf, in_place=in_place, whole=whole)
 
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
@@ -380,13 +380,13 @@ class _TensorFlow(Backend):
         recorded = self.traced(array) or record.could_possibly_record()
         return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
-        quiet = super().quiet(first)
+        computation_context = super().computation_context(first)
         return (
-            quiet
+            computation_context
             if tf.executing_eagerly()
-            else enter_both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
+            else enter_both(computation_context, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
         )
 
 
@@ -430,7 +430,7 @@ def _in_rows(array: Array) -> Array:
     )
 
 
-def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
+def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
     """Return the values, float32 or wider, with each row's sum at its first occurrence,
     and zeros at later ones.
 
@@ -450,7 +450,7 @@ def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
 
     summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
-    return Leaf(summed, back, rows=slices.indices, shape=_lengths_of(slices))
+    return WrappedLeaf(summed, back, rows=slices.indices, shape=_lengths_of(slices))
 
 
 def _lengths_of(slices: tf.IndexedSlices) -> Any:

@@ -284,15 +284,15 @@ def _line(row: dict[str, Any]) -> bytes:
     """Return the line of a row: ``null`` for what is not finite,
     and for a limit that limits nothing.
     """
-    short = {name.removeprefix(LOGGED): value for name, value in row.items()}
+    summarize = {name.removeprefix(LOGGED): value for name, value in row.items()}
     for name in ("limit", "threshold"):
-        if short.get(name, 0.0) >= UNLIMITED:
-            short[name] = None
-    if "skipped" in short:
-        short["skipped"] = short["skipped"] == 1  # of a window: all of it
-    if "leaves" in short:
-        short["leaves"] = {label: _number(norm) for label, norm in short["leaves"].items()}
-    return f"{_encode({name: _number(value) for name, value in short.items()})}\n".encode()
+        if summarize.get(name, 0.0) >= UNLIMITED:
+            summarize[name] = None
+    if "skipped" in summarize:
+        summarize["skipped"] = summarize["skipped"] == 1  # of a window: all of it
+    if "leaves" in summarize:
+        summarize["leaves"] = {label: _number(norm) for label, norm in summarize["leaves"].items()}
+    return f"{_encode({name: _number(value) for name, value in summarize.items()})}\n".encode()
 
 
 def _number(value: Any) -> Any:

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from uniclip._core.step import decide_generally
+from uniclip._core.step import run_general_step
 from uniclip._core.tree import flatten, open_tree
-from uniclip._errors import check, real, short, whole
+from uniclip._errors import check, real, summarize, whole
 from uniclip._types import Step
 from uniclip._warnings import warn
 from uniclip.backends import compiling
@@ -276,7 +276,7 @@ class Recorder:
 
         ``None`` if they are not recorded.
         """
-        self._refuse_closed()  # before anything is changed
+        self._raise_if_closed()  # before anything is changed
         return leaf_norms(grads) if self.leaves else None
 
     def _check_leaves(self, leaves: Any) -> None:
@@ -288,19 +288,19 @@ class Recorder:
             wanted = "all" if self._labels is None else f"the same {len(self._labels)}"
             msg = (
                 f"leaves must be the norms of {wanted} leaves, insight.leaf_norms(grads), got "
-                f"{short(leaves)}"
+                f"{summarize(leaves)}"
             )
             raise ValueError(msg)
         real("leaves", leaves, "norms")
 
-    def _refuse_closed(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._closed:
             msg = f"{self!r} is closed"
             raise ValueError(msg)
 
     def _number(self, step: int | None) -> int:
         """Return the number of a step; refuse one that cannot be recorded."""
-        self._refuse_closed()
+        self._raise_if_closed()
         if step is None:
             return 1 if self.step is None else self.step + 1
         number = int(whole("step", step, 0))
@@ -459,10 +459,10 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     array([1., 5.])
     """
     rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
-    decision = decide_generally(rule, open_tree(grads), NoState(), Step(), rule.constant)
+    decision = run_general_step(rule, open_tree(grads), NoState(), Step(), rule.constant)
     plan, rows = decision.plan, flatten(decision.norms())[0]
     if not rows:
         return plan.math.to_library(np.zeros(0))
     zero = plan.math.to_library(np.zeros((), plan.math.dtypes[1]))
-    with plan.math.library.quiet(decision.given.first):
+    with plan.math.library.computation_context(decision.given.first):
         return stack_arrays(plan.math.library, [zero if row is None else row for row in rows])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._core.tree import flatten
-from uniclip._errors import check, needs, short
+from uniclip._errors import check, needs, summarize
 from uniclip.compose import AnyRule, as_rule
 from uniclip.insight.record import INSTALL, Record
 from uniclip.report import UNLIMITED
@@ -101,11 +101,11 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     fits = isinstance(own, Rule) and own.scope in {all_leaves, each_leaf}
     check("rule", own, fits, "a uc.Rule with one norm of all leaves, or one for each leaf")
     if norms.ndim not in {1, 2}:
-        msg = f"norms must be record.norms, (n,), or record.leaves, (n, k), got {short(norms)}"
+        msg = f"norms must be record.norms, (n,), or record.leaves, (n, k), got {summarize(norms)}"
         raise ValueError(msg)
     if norms.ndim == 1 and own.scope == each_leaf:
         msg = (
-            f"{short(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with "
+            f"{summarize(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with "
             'leaves="all"'
         )
         raise ValueError(msg)

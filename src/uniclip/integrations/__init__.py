@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from uniclip._core.plan import refuse_one_answer
-from uniclip._errors import check, short
+from uniclip._core.plan import check_answers_differ
+from uniclip._errors import check, summarize
 from uniclip.compose import AnyRule, Masked, as_rule, rules_with_norms, walk_rules
 from uniclip.limits import Split
 from uniclip.rule import BaseRule, Rule
@@ -51,7 +51,7 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
         for one in rules_with_norms(rule)
     ):
         msg = (
-            f"{short(rule)} clips the gradients of single examples, and an optimizer gets those "
+            f"{summarize(rule)} clips the gradients of single examples, and an optimizer gets those "
             "of the batch: sum them by uc.clip_and_sum before, and give that, divided by their "
             "number, to the optimizer"
         )
@@ -59,18 +59,18 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
     return rule
 
 
-def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
+def check_answers_differ_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
     """Refuse a mask or a label inside of a rule that says the same of all leaves;
-    see `refuse_one_answer`.
+    see `check_answers_differ`.
 
     Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """
     for inner, function in masks_and_labels(rule):
         answers = [function(*pair) for pair in zip(paths, leaves, strict=True)]
         if isinstance(inner, Masked):
-            refuse_one_answer("masked(rule, where)", function, paths, list(map(bool, answers)))
+            check_answers_differ("masked(rule, where)", function, paths, list(map(bool, answers)))
         else:
-            refuse_one_answer("scopes.groups(label)", function, paths, answers)
+            check_answers_differ("scopes.groups(label)", function, paths, answers)
         inner.tells_apart.append(True)
 
 
@@ -85,7 +85,7 @@ def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
             yield inner, inner.scope.label
 
 
-def refuse_record(record: Any, all_reduce: Any = None) -> None:
+def check_record(record: Any, all_reduce: Any = None) -> None:
     """Refuse an object that is not a recorder, and recording leaves that are not all in
     one process.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from uniclip._errors import needs
 from uniclip.compose import AnyRule
-from uniclip.integrations import refuse_record, rule_for_steps
+from uniclip.integrations import check_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
 
 with needs("Lightning", "lightning"):
@@ -107,7 +107,7 @@ class ClipGradients(Callback):
             if several
             else rule_for_steps(given)
         )
-        refuse_record(record, all_reduce)
+        check_record(record, all_reduce)
         self.all_reduce, self.shared, self.record = all_reduce, shared, record
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
@@ -184,7 +184,9 @@ class ClipGradients(Callback):
         as strategies omit them from theirs.
         """
         pairs = zip(self._numbers, self.handles, strict=True)
-        return {str(number): handle.state_dict() for number, handle in pairs if handle.rule.memory}
+        return {
+            str(number): handle.state_dict() for number, handle in pairs if handle.rule.stateful
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states of a checkpoint until there are optimizers, which are loaded later."""

@@ -365,7 +365,7 @@ def _memory_for_any_params(rule: Any) -> Any:
         return tuple(map(_memory_for_any_params, rule.rules))
     if isinstance(rule, Masked):
         return _memory_for_any_params(rule.rule)
-    if not (isinstance(rule, Rule) and rule.memory):
+    if not (isinstance(rule, Rule) and rule.stateful):
         return rule.init(_one())
     if rule.scope.axes is not None:
         return _one()
@@ -381,7 +381,7 @@ def _names_for_any_params(rule: Any) -> list[str]:
         return [name for name in LOGGED if name in of_rules]
     if isinstance(rule, Masked):
         return [name for name in _names_for_any_params(rule.rule) if name != "clip/skipped"]
-    if not (isinstance(rule, Rule) and rule.memory):
+    if not (isinstance(rule, Rule) and rule.stateful):
         return _names_in(rule.update({}, rule.init({}), {})[2])
 
     reports = [one.update(_one(), one.init(_one()), _one())[2] for one in _rules_of_one_norm(rule)]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-from uniclip._errors import LIMIT, check, nonnegative, short
+from uniclip._errors import LIMIT, check, nonnegative, summarize
 from uniclip._types import Number
 from uniclip.compose import AnyRule
 from uniclip.integrations import rule_for_steps
@@ -133,7 +133,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     report: Report | None = None
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
-        _refuse_optimizer(optimizer)
+        _check_optimizer(optimizer)
         optimizer._maybe_initialize_trackable()  # noqa: SLF001
         # Name, slots, other variables, and what checkpoints are to restore.
         self.__dict__.update(vars(optimizer))
@@ -197,7 +197,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             variable is not among those of the first step, for a rule with memory of each leaf; or
             under a strategy of ``tf.distribute``.
         """
-        _refuse_strategy()
+        _check_strategy()
         pairs, loss, self.loss = list(grads_and_vars), self.loss, None
         memory = self._memory([variable for _, variable in pairs])
         params = _named([variable for _, variable in pairs], memory.params)
@@ -239,7 +239,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         """Return the state of the rule; it is made at the first step in a graph."""
         graph = _outermost_graph()
         if graph not in self._memories:
-            params = _named(variables, {}) if self.rule.memory else {}
+            params = _named(variables, {}) if self.rule.stateful else {}
             first = self.rule.init(_zeros(params))
             names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
             # Outside of tf.function and tf.cond.
@@ -408,7 +408,7 @@ def _zeros(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     """Refuse optimizers that cannot be wrapped."""
     wanted = "a tf.compat.v1.train.Optimizer (for one of Keras there is uniclip.integrations.keras)"
     check("optimizer", optimizer, isinstance(optimizer, tf1.train.Optimizer), wanted)
@@ -416,14 +416,14 @@ def _refuse_optimizer(optimizer: Any) -> None:
         optimizer, (ClippedOptimizer, tf1.mixed_precision.MixedPrecisionLossScaleOptimizer)
     ):
         msg = (
-            f"optimizer is {short(optimizer)}: wrap the one inside of it; uc.chain(a, b) makes "
+            f"optimizer is {summarize(optimizer)}: wrap the one inside of it; uc.chain(a, b) makes "
             "one rule of two, and a loss scale goes outside, "
             "MixedPrecisionLossScaleOptimizer(ClippedOptimizer(optimizer, rule), loss_scale)"
         )
         raise ValueError(msg)  # noqa: TRY004 - the type is right
 
 
-def _refuse_strategy() -> None:
+def _check_strategy() -> None:
     """Refuse a strategy of ``tf.distribute``, whose replicas have parts of the gradients."""
     if tf.distribute.has_strategy():
         msg = (

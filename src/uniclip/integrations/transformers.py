@@ -5,10 +5,10 @@ or a trainer whose loggers see all of it.
 
 from __future__ import annotations
 
-from uniclip._errors import check, needs, short
+from uniclip._errors import check, needs, summarize
 from uniclip._warnings import warn
 from uniclip.compose import AnyRule, rules_with_norms
-from uniclip.integrations import refuse_record, rule_for_steps
+from uniclip.integrations import check_record, rule_for_steps
 from uniclip.report import NORM
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
@@ -97,7 +97,7 @@ class ClipGradients(TrainerCallback):
         record: Recorder | None = None,
     ) -> None:
         self.rule = rule_for_steps(rule)
-        refuse_record(record, all_reduce)
+        check_record(record, all_reduce)
         self.all_reduce, self.shared, self.record = all_reduce, shared, record
         self.handle: Attached | None = None
         self._seen: Any = None
@@ -154,7 +154,7 @@ class ClipGradients(TrainerCallback):
         self.handle.logs()
         self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded
-        if self.rule.memory:
+        if self.rule.stateful:
             if saved or not state.global_step:  # else it warns, at the first step
                 self.handle.load_state_dict(saved)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
@@ -176,7 +176,7 @@ class ClipGradients(TrainerCallback):
         if (report is None or report is self._seen) and not was_skipped:
             outer = type(find_stepped(kwargs["optimizer"]).outer).__qualname__
             msg = (
-                f"{outer} took a step in which {short(self.rule)} saw no gradients: ClipGradients "
+                f"{outer} took a step in which {summarize(self.rule)} saw no gradients: ClipGradients "
                 "needs an optimizer that takes them from p.grad in step(), which layer-wise ones "
                 "do not"
             )

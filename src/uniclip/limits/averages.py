@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from uniclip._errors import below_one, nonnegative, settle, whole
+from uniclip._errors import below_one, nonnegative, set_frozen_fields, whole
 from uniclip.backends.base import cast
 from uniclip.limits.base import (
     Array,
     Context,
-    Remembers,
+    StatefulLimit,
     align,
     at_most,
     squarable,
@@ -44,7 +44,7 @@ class MeansAndSquares(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Ema(Remembers):
+class Ema(StatefulLimit):
     """Allow ``ratio`` times the running average of the norms after clipping.
 
     Parameters
@@ -78,8 +78,10 @@ class Ema(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        settle(self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay))
-        settle(
+        set_frozen_fields(
+            self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay)
+        )
+        set_frozen_fields(
             self,
             warmup=whole("warmup", self.warmup, 0),
             warmup_norm=nonnegative("warmup_norm", self.warmup_norm),
@@ -131,7 +133,7 @@ class Ema(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class SecondMoment(Remembers):
+class SecondMoment(StatefulLimit):
     """Allow ``√(factor · v)``, v the running mean square of the norms after clipping.
 
     With the scope `uniclip.scopes.each_entry` v is the second moment of each entry.
@@ -162,10 +164,10 @@ class SecondMoment(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        settle(
+        set_frozen_fields(
             self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay)
         )
-        settle(self, warmup=whole("warmup", self.warmup, 0))
+        set_frozen_fields(self, warmup=whole("warmup", self.warmup, 0))
 
     def init(self, norms: Array, context: Context) -> Averages:
         """Return zeros."""
@@ -183,7 +185,7 @@ class SecondMoment(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class MeanOverRms(Remembers):
+class MeanOverRms(StatefulLimit):
     """Allow the running mean of the norms divided by their running root mean square.
 
     That is about 1, and more while norms grow.
@@ -213,8 +215,8 @@ class MeanOverRms(Remembers):
     def __post_init__(self) -> None:
         """Validate the parameters."""
         for name in ("mean_decay", "square_decay"):
-            settle(self, **{name: below_one(name, getattr(self, name))})
-        settle(self, eps=nonnegative("eps", self.eps))
+            set_frozen_fields(self, **{name: below_one(name, getattr(self, name))})
+        set_frozen_fields(self, eps=nonnegative("eps", self.eps))
 
     def init(self, norms: Array, context: Context) -> MeansAndSquares:
         """Return the state before the first norm."""

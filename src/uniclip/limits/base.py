@@ -148,7 +148,7 @@ class Context:
 
         A 0-d array where these are joined.
         """
-        self._refuse_if_apart("count")
+        self._check_not_sharded("count")
         known = sum(
             len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None
         )
@@ -162,7 +162,7 @@ class Context:
     @property
     def params(self) -> Array:
         """The norms of the parameters, like ``norms``; requires ``"params"`` in ``needs``."""
-        self._refuse_unless_needed("params")
+        self._check_needed("params")
         return self._blocks[self._number].params
 
     @property
@@ -171,7 +171,7 @@ class Context:
 
         Requires ``"sizes"`` in ``needs``.
         """
-        self._refuse_unless_needed("sizes")
+        self._check_needed("sizes")
         return self._blocks[self._number].sizes
 
     @property
@@ -180,21 +180,21 @@ class Context:
 
         Requires ``"loss"`` in ``needs``.
         """
-        self._refuse_unless_needed("loss")
+        self._check_needed("loss")
         return None if self._loss is None else self.asarray(self._loss, self.xp.float32)
 
     def total(self, function: Callable[[Context], Array]) -> Array:
         """Return the sum of all entries of ``function(context)`` over all blocks: 0-d,
         in the widest dtype.
         """
-        self._refuse_if_apart("total")
+        self._check_not_sharded("total")
         return self._reduce_blocks(self.xp.sum, function)
 
     def largest(self, function: Callable[[Context], Array]) -> Array:
         """Return the largest entry of ``function(context)`` over all blocks: 0-d,
         in the widest dtype.
         """
-        self._refuse_if_apart("largest")
+        self._check_not_sharded("largest")
         return self._reduce_blocks(self.xp.max, function)
 
     def asarray(self, value: Any, dtype: Any = None) -> Array:
@@ -232,7 +232,7 @@ class Context:
         dtype = self.xp.result_type(*[value.dtype for value in values])
         return reduce(self.xp.stack([self.asarray(value, dtype) for value in values]))
 
-    def _refuse_if_apart(self, name: str) -> None:
+    def _check_not_sharded(self, name: str) -> None:
         if self._apart:
             msg = (
                 f"context.{name} looks at all norms, and of norms along axes that are divided "
@@ -241,7 +241,7 @@ class Context:
             )
             raise ValueError(msg)
 
-    def _refuse_unless_needed(self, name: str) -> None:
+    def _check_needed(self, name: str) -> None:
         if name not in self._needs:
             msg = (
                 f"a limit that looks at context.{name} has to say so: needs = "
@@ -265,7 +265,7 @@ class Limit:
     array([0.6, 0.8])
     """
 
-    memory: ClassVar[bool] = False
+    stateful: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``,
@@ -281,9 +281,9 @@ class Limit:
 
     def __init_subclass__(cls) -> None:
         """Refuse a limit that makes a first state and says that it has none."""
-        if "init" in vars(cls) and not cls.memory:
+        if "init" in vars(cls) and not cls.stateful:
             msg = (
-                f"{cls.__name__} has an init, which makes the first state: set memory = True in "
+                f"{cls.__name__} has an init, which makes the first state: set stateful = True in "
                 "the class"
             )
             raise TypeError(msg)
@@ -337,10 +337,10 @@ class BuiltIn(Printed, Limit):
     """One of uniclip's limits."""
 
 
-class Remembers(BuiltIn):
+class StatefulLimit(BuiltIn):
     """A limit with memory."""
 
-    memory: ClassVar[bool] = True
+    stateful: ClassVar[bool] = True
 
 
 def zero_counts(context: Context) -> Array:

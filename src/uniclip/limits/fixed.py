@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from uniclip._errors import LIMIT, Printed, check, flag, nonnegative, nonnegatives, settle, short
+from uniclip._errors import (
+    LIMIT,
+    Printed,
+    check,
+    flag,
+    nonnegative,
+    nonnegatives,
+    set_frozen_fields,
+    summarize,
+)
 from uniclip._types import Number
 from uniclip.backends import compiling
 from uniclip.limits.base import (
@@ -17,8 +26,8 @@ from uniclip.limits.base import (
     Context,
     Limit,
     NoState,
-    Remembers,
     State,
+    StatefulLimit,
     align,
     unlimited,
 )
@@ -48,7 +57,7 @@ class Constant(BuiltIn):
 
     def __post_init__(self) -> None:
         """Validate the limit."""
-        settle(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
+        set_frozen_fields(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
@@ -67,7 +76,7 @@ class Counted(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule(Remembers):
+class Schedule(StatefulLimit):
     """Allow ``fn(step)``, the same for every norm.
 
     Parameters
@@ -131,7 +140,9 @@ class Relative(BuiltIn):
 
     def __post_init__(self) -> None:
         """Validate the ratio."""
-        settle(self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps))
+        set_frozen_fields(
+            self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps)
+        )
         wanted = "an array, one number for each norm"
         check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
 
@@ -188,7 +199,7 @@ class TrustRatio(BuiltIn):
     def __post_init__(self) -> None:
         """Refuse negative values."""
         for name in ("lr", "trust_coefficient", "weight_decay"):
-            settle(self, **{name: nonnegative(name, getattr(self, name))})
+            set_frozen_fields(self, **{name: nonnegative(name, getattr(self, name))})
 
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Return limits relative to the parameters; a parameter of zeros limits nothing."""
@@ -222,7 +233,7 @@ class Split(BuiltIn):
 
     def __post_init__(self) -> None:
         """Validate the limit."""
-        settle(
+        set_frozen_fields(
             self,
             total=nonnegative("total", self.total, LIMIT),
             by_size=flag("by_size", self.by_size),
@@ -274,7 +285,7 @@ class PerGroup(Printed, Limit):
             "a mapping of label to limit",
         )
         pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
-        settle(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
+        set_frozen_fields(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal limit."""
@@ -286,9 +297,9 @@ class PerGroup(Printed, Limit):
         )
 
     @property
-    def memory(self) -> bool:  # type: ignore[override]
+    def stateful(self) -> bool:  # type: ignore[override]
         """Whether one of the limits has memory."""
-        return any(limit.memory for _, limit in self.limits)
+        return any(limit.stateful for _, limit in self.limits)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -321,7 +332,7 @@ class PerGroup(Printed, Limit):
         if constant and not compiling():
             values = context.asarray([float(min(limit.value, top)) for limit in limits])
             return align(context.xp, values, norms), state
-        states = state if self.memory else [NoState()] * len(limits)
+        states = state if self.stateful else [NoState()] * len(limits)
         rows = self._rows(limits, context)
         # Not `limit(...)`, as in `uniclip._core.step`.
         answers = [
@@ -340,7 +351,7 @@ class PerGroup(Printed, Limit):
             context.threshold = context.xp.concat(like, axis=0)
         return context.xp.concat(each, axis=0), tuple(
             new for _, new in answers
-        ) if self.memory else state
+        ) if self.stateful else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
         return [(limit, context.row(number)) for number, limit in enumerate(limits)]
@@ -361,11 +372,11 @@ class PerGroup(Printed, Limit):
                     if label is None
                     else ""
                 )
-                known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (
+                known = ", ".join(map(summarize, list(limits)[:_NAMED])) + ", ..." * (
                     len(limits) > _NAMED
                 )
                 msg = (
-                    f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it "
+                    f"group {summarize(label)} has no limit: add it to [{known}] (math.inf leaves it "
                     f"alone){hint}"
                 )
                 raise ValueError(msg)
@@ -387,7 +398,7 @@ def as_limit(value: Any) -> Limit:
         return value
     # Checked first, since a compiler cannot tell what else they are.
     if not isinstance(value, (float, int)):
-        fits = not callable(value) and not hasattr(value, "memory")
+        fits = not callable(value) and not hasattr(value, "stateful")
         called = isinstance(value, type) and issubclass(value, Limit)
         hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"
         check("max_norm, the limit,", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")

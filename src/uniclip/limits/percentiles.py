@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from uniclip._errors import flag, nonnegative, positive, settle, whole, within
-from uniclip.limits.base import Array, Context, Remembers, align, push, zero_counts, zeros
+from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
+from uniclip.limits.base import Array, Context, StatefulLimit, align, push, zero_counts, zeros
 
 
 class History(NamedTuple):
@@ -41,7 +41,7 @@ class Thresholds(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Percentile(Remembers):
+class Percentile(StatefulLimit):
     """Allow a percentile of the last norms, this step's included, with linear interpolation.
 
     Parameters
@@ -66,12 +66,12 @@ class Percentile(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the percentile and the window."""
-        settle(
+        set_frozen_fields(
             self,
-            percentile=within("percentile", self.percentile, 0, 100),
+            percentile=check_range("percentile", self.percentile, 0, 100),
             window=whole("window", self.window, 1),
         )
-        settle(self, filled=flag("filled", self.filled))
+        set_frozen_fields(self, filled=flag("filled", self.filled))
 
     def init(self, norms: Array, context: Context) -> History:
         """Begin with empty windows."""
@@ -94,7 +94,7 @@ class Percentile(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class PercentileOfAll(Remembers):
+class PercentileOfAll(StatefulLimit):
     """Allow a percentile of all norms so far, this step's included, to within half a percent.
 
     Norms are counted in bins of their logarithms, 0.01 wide. The state takes 77 kB for each norm,
@@ -128,7 +128,7 @@ class PercentileOfAll(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the percentile."""
-        settle(self, percentile=within("percentile", self.percentile, 0, 100))
+        set_frozen_fields(self, percentile=check_range("percentile", self.percentile, 0, 100))
 
     def init(self, norms: Array, context: Context) -> Histogram:
         """Begin with empty histograms."""
@@ -166,7 +166,7 @@ class PercentileOfAll(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class TrackedQuantile(Remembers):
+class TrackedQuantile(StatefulLimit):
     """Allow a limit that moves until the share of norms within it is ``quantile``.
 
     After each step ``limit ← limit · exp(-rate · (share - quantile))``, where share is the share of
@@ -205,9 +205,15 @@ class TrackedQuantile(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        settle(self, quantile=within("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50 %)"))
-        settle(self, rate=nonnegative("rate", self.rate), start=positive("start", self.start))
-        settle(self, min=within("min", self.min, 0, math.inf), max=positive("max", self.max))
+        set_frozen_fields(
+            self, quantile=check_range("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50 %)")
+        )
+        set_frozen_fields(
+            self, rate=nonnegative("rate", self.rate), start=positive("start", self.start)
+        )
+        set_frozen_fields(
+            self, min=check_range("min", self.min, 0, math.inf), max=positive("max", self.max)
+        )
         if not self.min <= self.start <= self.max:
             msg = (
                 f"start must be from min to max, got start={self.start}, min={self.min}, "

@@ -10,11 +10,19 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
-from uniclip._errors import below_one, flag, nonnegative, one_of, settle, whole, within
+from uniclip._errors import (
+    below_one,
+    check_range,
+    flag,
+    nonnegative,
+    one_of,
+    set_frozen_fields,
+    whole,
+)
 from uniclip.limits.base import (
     Array,
     Context,
-    Remembers,
+    StatefulLimit,
     align,
     at_most,
     push,
@@ -52,7 +60,7 @@ class NormsAndLosses(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ZScore(Remembers):
+class ZScore(StatefulLimit):
     """Allow ``z`` standard deviations above the running mean, and scale larger norms to a target.
 
     Parameters
@@ -92,11 +100,15 @@ class ZScore(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        settle(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
-        settle(self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike))
-        settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
-        settle(self, warmup=whole("warmup", self.warmup, 2))  # 1 has no standard deviation
-        settle(self, eps=nonnegative("eps", self.eps))
+        set_frozen_fields(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
+        set_frozen_fields(
+            self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike)
+        )
+        set_frozen_fields(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
+        set_frozen_fields(
+            self, warmup=whole("warmup", self.warmup, 2)
+        )  # 1 has no standard deviation
+        set_frozen_fields(self, eps=nonnegative("eps", self.eps))
         one_of("target", self.target, get_args(Target))
         if self.clip_factor != 1 and self.target != "reciprocal":
             msg = (
@@ -137,7 +149,7 @@ class ZScore(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class LogZScore(Remembers):
+class LogZScore(StatefulLimit):
     """Allow ``z`` standard deviations above the mean logarithm.
 
     Larger norms are scaled to ``exp(mean)``.
@@ -170,8 +182,8 @@ class LogZScore(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
-        settle(self, eps=nonnegative("eps", self.eps))
+        set_frozen_fields(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
+        set_frozen_fields(self, eps=nonnegative("eps", self.eps))
 
     def init(self, norms: Array, context: Context) -> Moments:
         """Return the state before the first norm."""
@@ -195,7 +207,7 @@ class LogZScore(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class RollingZScore(Remembers):
+class RollingZScore(StatefulLimit):
     """Allow ``z`` standard deviations above the mean of the last norms.
 
     The limit is 0 if the loss is as far above its mean.
@@ -230,9 +242,9 @@ class RollingZScore(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse windows in which no norm can be a spike."""
-        settle(self, z=nonnegative("z", self.z), window=whole("window", self.window, 2))
-        settle(self, warmup=whole("warmup", self.warmup, 2))
-        within("warmup", self.warmup, 2, self.window)
+        set_frozen_fields(self, z=nonnegative("z", self.z), window=whole("window", self.window, 2))
+        set_frozen_fields(self, warmup=whole("warmup", self.warmup, 2))
+        check_range("warmup", self.warmup, 2, self.window)
 
     def init(self, norms: Array, context: Context) -> NormsAndLosses:
         """Begin with empty windows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 
-from uniclip._errors import number, whole, within
+from uniclip._errors import check_range, number, whole
 from uniclip._types import NonFinite
 from uniclip.curves import normalize, reject
 from uniclip.limits import (
@@ -111,7 +111,7 @@ def _at_least_one(ratio: float) -> None:
         hint = (
             f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
         )
-        within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
+        check_range("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
 @preset
@@ -146,7 +146,7 @@ def percentile_clipping(
     """
     _in_percent("percentile", percentile)
     percentile, window = whole("percentile", percentile, 0), whole("window", window, 2)
-    within("percentile", percentile, 0, 100)
+    check_range("percentile", percentile, 0, 100)
     rank = min(percentile * window // 100, window - 1)
     return Rule(
         Percentile(100 * rank / (window - 1), window, filled=True),

@@ -22,13 +22,13 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
+    ArrayFacts,
     Axes,
-    Facts,
-    Kinds,
-    Leaf,
-    Memory,
+    LeafInfo,
     Products,
+    Storage,
     Terms,
+    WrappedLeaf,
     enter_both,
     in_groups,
     power_sum,
@@ -44,8 +44,8 @@ from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
     are_apart,
     bound,
+    fast_path,
     in_order,
-    lane,
     move,
     norm_of,
 )
@@ -246,13 +246,15 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     norm = norm_of(arrays) if len(lengths) == 1 else None  # the same bits as in the lane
     if norm is not None:
         return np.array([norm * norm])
-    kinds = {array.dtype for array in arrays}
+    leaf_info = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
-    if len(kinds) == 1 and not kinds.isdisjoint(REAL) and small(sizes, lengths):
+    if len(leaf_info) == 1 and not leaf_info.isdisjoint(REAL) and small(sizes, lengths):
         flat = torch._utils._flatten_dense_tensors(arrays)
         return squares_of_joined(flat.numpy(force=True), sizes, lengths)
-    if not kinds <= SINGLE or few(arrays, sum(sizes)):
-        return squares(list(map(view_of, arrays)), lengths) if kinds.isdisjoint(FOREIGN) else None
+    if not leaf_info <= SINGLE or few(arrays, sum(sizes)):
+        return (
+            squares(list(map(view_of, arrays)), lengths) if leaf_info.isdisjoint(FOREIGN) else None
+        )
     norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
     return None if None in norms else np.square(norms)
 
@@ -425,10 +427,10 @@ def _view(leaf: Any) -> Any:
 class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
-    lane = staticmethod(lane)
+    fast_path = staticmethod(fast_path)
     bound = staticmethod(bound)
 
-    def kinds(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None  # which would compile again for each entry of a cache
         return tuple(
@@ -448,22 +450,22 @@ class _Torch(dtensor.Distributed):
             ]
         )
 
-    def facts(self, arrays: list[Array]) -> Facts:
+    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
         double = all([array.device.type != "mps" for array in arrays])  # which has no float64
-        return Facts(
+        return ArrayFacts(
             any(map(valueless, arrays)),
             reads,
             any([array.requires_grad for array in arrays]),
             double,
         )
 
-    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
-        if kinds.traced or tracing():
+    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
+        if leaf_info.traced or tracing():
             return TRACED
-        if (kinds.records and torch.is_grad_enabled()) or in_forward_mode():
+        if (leaf_info.records and torch.is_grad_enabled()) or in_forward_mode():
             return RECORDED
-        return HOST if kinds.reads else LIBRARY
+        return HOST if leaf_info.reads else LIBRARY
 
     def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         if tracing() or type(array) is not torch.Tensor or array.dtype not in _VIEWED:
@@ -510,7 +512,7 @@ class _Torch(dtensor.Distributed):
             return rows
         if terms.whole:
             return terms.in_blocks(squares_elsewhere(arrays, terms.counts))
-        if terms.axes and all(terms.axes) and self.facts(arrays).double:
+        if terms.axes and all(terms.axes) and self.array_facts(arrays).double:
             return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
         return super().sums(mode, terms)
 
@@ -591,7 +593,7 @@ class _Torch(dtensor.Distributed):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         why = next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
         if why or not (gradient and isinstance(leaf, torch.nn.Parameter)):
             return why
@@ -619,9 +621,9 @@ class _Torch(dtensor.Distributed):
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         if leaf.dtype in STORAGE:
-            return Leaf(leaf.to(torch.float32), leaf.copy_ if in_place else unchanged)
+            return WrappedLeaf(leaf.to(torch.float32), leaf.copy_ if in_place else unchanged)
         if is_dtensor(leaf):
             return dtensor.open_distributed(leaf, in_place=in_place, whole=whole)
         if leaf.layout is torch.sparse_coo:
@@ -634,10 +636,10 @@ class _Torch(dtensor.Distributed):
                 with torch.sparse.check_sparse_tensor_invariants(enable=False):
                     return make(*indices, new, size=leaf.shape, check_invariants=False)
 
-            return Leaf(values, back, values, ())
-        return super().leaf(leaf, in_place=in_place, whole=whole)
+            return WrappedLeaf(values, back, values, ())
+        return super().unwrap(leaf, in_place=in_place, whole=whole)
 
-    def _open_coo(self, leaf: Any, *, in_place: bool) -> Leaf:
+    def _open_coo(self, leaf: Any, *, in_place: bool) -> WrappedLeaf:
         single = leaf
         if not leaf.is_coalesced():
             wide = torch.int32 if leaf.dtype in _INTEGERS else torch.float32
@@ -648,14 +650,14 @@ class _Torch(dtensor.Distributed):
             made = _make_coo(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
             return _replace_entries(leaf, made) if in_place else made
 
-        return Leaf(
+        return WrappedLeaf(
             values,
             back,
             values if single is leaf else leaf._values(),
             indices[0] if len(indices) == 1 else (),
         )
 
-    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+    def storage(self, leaves: list[Any]) -> list[Storage] | None:
         local = [
             leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf
             for leaf in leaves
@@ -707,11 +709,15 @@ class _Torch(dtensor.Distributed):
     def detach(self, array: Array) -> Array:
         return array.detach()
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         home = at_home(first)
         if torch.compiler.is_compiling():
             return home or nullcontext()
-        return super().quiet(first) if home is None else enter_both(super().quiet(first), home)
+        return (
+            super().computation_context(first)
+            if home is None
+            else enter_both(super().computation_context(first), home)
+        )
 
 
 def _kind_of_other(leaf: Any) -> Any:

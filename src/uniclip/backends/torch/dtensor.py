@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from uniclip.backends.base import Backend, Leaf, Op, Reduce
+from uniclip.backends.base import Backend, Op, Reduce, WrappedLeaf
 from uniclip.backends.torch.fast_path import move
 from uniclip.backends.torch.modes import is_recorded, tracing
 
-_KEPT = 4096
+SHARD_CACHE_SIZE = 4096
 """The number of parts that are cached, so that equal ones are one object."""
 
 
@@ -106,14 +106,14 @@ class Owners(NamedTuple):
         return _all_reduce([group for group in groups if group.size() > 1], array, op)
 
 
-class Part:
+class LocalShard:
     """The part of a distributed tensor that this process holds; equal parts are one object."""
 
     def __init__(
         self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
         self.mesh, self.placements, self.shape, self.local = mesh, placements, shape, local
-        self.copies = math.prod(
+        self.replicas = math.prod(
             [n for n, p in zip(mesh.shape, placements, strict=True) if p.is_replicate()]
         )
         """How many processes of the mesh hold the same entries."""
@@ -131,7 +131,7 @@ class Part:
         }
         return (self.mesh, places) if places else None
 
-    def owners(self, axes: tuple[int, ...] | None = None) -> Owners | None:
+    def shard_groups(self, axes: tuple[int, ...] | None = None) -> Owners | None:
         """Return the processes over which norms along ``axes`` are joined,
         ``None`` if each norm lies in one.
         """
@@ -155,7 +155,7 @@ class Part:
         """Return a value, with as many times its derivative as there are copies, or the inverse:
         they count once.
         """
-        by = 1 / self.copies if inverse else self.copies
+        by = 1 / self.replicas if inverse else self.replicas
         if by == 1 or not isinstance(value, torch.Tensor) or not (tracing() or is_recorded(value)):
             return value
         return _Weighted.apply(value, 1, by)
@@ -183,35 +183,35 @@ class Part:
         )
 
 
-def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
     """Return a partial tensor summed, what this process holds of another one,
     or ``None`` if that is to stay whole.
     """
     if is_partial(leaf):
-        return Leaf(sum_partials(leaf), partial(write_sum if in_place else divide_sum, leaf))
+        return WrappedLeaf(sum_partials(leaf), partial(write_sum if in_place else divide_sum, leaf))
     if whole:
         return None
     local = _local_of(leaf)
-    return Leaf(local, partial(_like_local, leaf), local, part=_part_of(leaf))
+    return WrappedLeaf(local, partial(_like_local, leaf), local, shard=_shard_of(leaf))
 
 
-_parts: dict[Any, Part] = {}
+_shards: dict[Any, LocalShard] = {}
 
 
-def _part_of(tensor: Any) -> Part:
+def _shard_of(tensor: Any) -> LocalShard:
     """Return the part of a distributed tensor that this process holds."""
     mesh = tensor.device_mesh
     what = mesh, tuple(tensor.placements), tuple(tensor.shape)
     if torch.compiler.is_compiling():
-        return Part(*what, tuple(_local_of(tensor).shape))
+        return LocalShard(*what, tuple(_local_of(tensor).shape))
     # Meshes of another initialization are equal, but have other groups.
     key = (*what, tuple(mesh._dim_group_names))
-    part = _parts.get(key)
-    if part is None:
-        if len(_parts) >= _KEPT:
-            _parts.clear()
-        part = _parts[key] = Part(*what, tuple(_local_of(tensor).shape))
-    return part
+    shard = _shards.get(key)
+    if shard is None:
+        if len(_shards) >= SHARD_CACHE_SIZE:
+            _shards.clear()
+        shard = _shards[key] = LocalShard(*what, tuple(_local_of(tensor).shape))
+    return shard
 
 
 def _replicate(mesh: Any, array: Any) -> Any:

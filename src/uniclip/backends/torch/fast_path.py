@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, Lane, fill_places, numbers_in_lane
+from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, FastResult, fast_numbers, fill_places
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import in_forward_mode, tracing
@@ -52,22 +52,22 @@ def gradients_of(params: list[Any]) -> list[Any] | None:
     return [param.grad for param in params] if set(map(type, params)) == _PARAMETERS else None
 
 
-def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
-    """Measure and scale; see `uniclip.backends.base.Backend.lane`."""
+def fast_path(leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
+    """Measure and scale; see `uniclip.backends.base.Backend.fast_path`."""
     if tracing() or in_forward_mode():
         return None
     arrays = [leaf for leaf in leaves if leaf is not None]
     if not arrays or type(arrays[0]) is not Tensor:
         return None
     if not arrays[0].is_cpu:
-        return _lane_of_device(leaves, arrays, limit, in_place=in_place)
+        return _fast_path_on_device(leaves, arrays, limit, in_place=in_place)
     measured = norm_of(arrays)
-    numbers = None if measured is None else numbers_in_lane(measured, limit)
+    numbers = None if measured is None else fast_numbers(measured, limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers
     if factor == 1:
-        return Lane(norm, limit, factor, leaves, _CPU)
+        return FastResult(norm, limit, factor, leaves, _CPU)
     if in_place and not are_apart(arrays):
         return None
     single = all([array.dtype is _FLOAT32 for array in arrays])
@@ -77,12 +77,12 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
     # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half
     # precision.
     by = torch.scalar_tensor(factor, dtype=_FLOAT32 if single else torch.float64, device=_CPU)
-    return Lane(norm, limit, factor, _scale(leaves, arrays, by, in_place=in_place), _CPU)
+    return FastResult(norm, limit, factor, _scale(leaves, arrays, by, in_place=in_place), _CPU)
 
 
-def _lane_of_device(
+def _fast_path_on_device(
     leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool
-) -> Lane | None:
+) -> FastResult | None:
     """Measure and scale on an accelerator, without a read by the host;
     in float64 no square is out of range.
     """
@@ -98,7 +98,9 @@ def _lane_of_device(
     clipped = None if kernels is None else kernels.clip(arrays, most, in_place=in_place)
     if clipped is not None:
         norm, factor, new = clipped
-        return Lane(norm, most, factor, leaves if in_place else fill_places(leaves, new), device)
+        return FastResult(
+            norm, most, factor, leaves if in_place else fill_places(leaves, new), device
+        )
     groups = list(by_dtype(arrays).values())
     norms = [
         norm for group in groups for norm in torch._foreach_norm(group, 2, dtype=torch.float64)
@@ -110,12 +112,12 @@ def _lane_of_device(
     if in_place:
         for group in groups:
             torch._foreach_mul_(group, factor)
-        return Lane(norm, most, factor, leaves, device)
+        return FastResult(norm, most, factor, leaves, device)
     if len(groups) > 1 or (
         arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays])
     ):
         return None  # 0-d products would have the dtype of the factor
-    return Lane(norm, most, factor, _scale(leaves, arrays, factor, in_place=False), device)
+    return FastResult(norm, most, factor, _scale(leaves, arrays, factor, in_place=False), device)
 
 
 def by_dtype(arrays: Sequence[Any]) -> dict[Any, list[Any]]:

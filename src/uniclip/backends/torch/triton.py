@@ -635,8 +635,8 @@ class Launch(NamedTuple):
 
     def variant(self, device: Any) -> Any:
         """Return what code depends on. No kernel is specialized to the values of its arguments."""
-        kinds = [getattr(argument, "dtype", None) for argument in self.arguments]
-        return self.kernel.fn.__name__, device, *kinds, *self.constants.values()
+        leaf_info = [getattr(argument, "dtype", None) for argument in self.arguments]
+        return self.kernel.fn.__name__, device, *leaf_info, *self.constants.values()
 
     def compile(self) -> None:
         """Compile the kernel, and load it onto the device."""

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from uniclip._errors import whole
-from uniclip.integrations import refuse_record
+from uniclip.integrations import check_record
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
 from uniclip.report import LOGGED, NORM, NORM_MAX
 
@@ -58,7 +58,7 @@ class LogClipping(keras.callbacks.Callback):
 
     def __init__(self, every: int | None = None, record: Recorder | None = None) -> None:
         super().__init__()
-        refuse_record(record)
+        check_record(record)
         if record is not None and record.leaves:
             msg = (
                 "record must be without leaves: a row of LogClipping is of many steps, whose "

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from uniclip._errors import settle
+from uniclip._errors import set_frozen_fields
 from uniclip.compose import Chain, Masked
 from uniclip.rule import Rule
 
@@ -22,7 +22,7 @@ def output_last(rule: Any) -> Any:
     if isinstance(rule, Rule) and callable(rule.scope.axes):
         axes = rule.scope.axes
         changed = replace(rule, scope=replace(rule.scope, axes=lambda ndim, _: axes(ndim, -1)))
-        settle(changed, origin=rule.origin)  # as which errors show it
+        set_frozen_fields(changed, origin=rule.origin)  # as which errors show it
         return changed
     return rule
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import optree
 
-from uniclip._errors import counted, short
+from uniclip._errors import counted, summarize
 from uniclip.compose import AnyRule
 from uniclip.config import from_config as rule_from_config
 from uniclip.config import to_config
@@ -95,10 +95,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
     ) -> None:
         if isinstance(inner, ClippedOptimizer):
-            clipped = f"inner is clipped already, by {short(inner.rule)}"
+            clipped = f"inner is clipped already, by {summarize(inner.rule)}"
             msg = f"{clipped}: chain the rules, ClippedOptimizer(inner, uc.chain(a, b))"
             raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
-        _refuse_optimizer(inner)
+        _check_optimizer(inner)
         super().__init__(
             learning_rate=lambda: self.learning_rate,  # a number would become a variable itself
             loss_scale_factor=loss_scale_factor,
@@ -128,7 +128,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         variables = list(variables)
         self.inner.build(variables)
         # Again: a MultiOptimizer may only now have chosen those inside.
-        _refuse_optimizer(self.inner)
+        _check_optimizer(self.inner)
         self._paths = paths_of(variables)
         self._stand_ins = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
         first, self._spec = optree.tree_flatten(self.rule.init(self._stand_ins))
@@ -170,7 +170,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
         Without moments and other variables. Empty before ``build``, and for a rule without memory.
         """
-        if not (self.rule.memory and self.built):
+        if not (self.rule.stateful and self.built):
             return {}
         arrays = [keras.ops.convert_to_numpy(value_of(variable)) for variable in self._state]
         return to_dict(self.rule, optree.tree_unflatten(self._spec, arrays), self._stand_ins)
@@ -235,12 +235,12 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """
         replica = replica_here()
         if replica is not None and self.gradient_accumulation_steps:
-            self._refuse_replicas("gradients are accumulated")
+            self._check_replicas("gradients are accumulated")
         clipped, report = self._clip(
             grads if replica is None else summed(replica, grads), trainable_variables
         )
         if replica is not None and report.skipped is not None:
-            self._refuse_replicas(f"{short(self.rule)} may skip a step")
+            self._check_replicas(f"{summarize(self.rule)} may skip a step")
         if replica is not None:
             # The wrapped optimizer sums them again.
             clipped = [grad / replica.num_replicas_in_sync for grad in clipped]
@@ -270,7 +270,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._note(report)
         return [clipped[place] for place in places], report
 
-    def _refuse_replicas(self, what: str) -> None:
+    def _check_replicas(self, what: str) -> None:
         msg = (
             f"{what}, which several replicas cannot do together: use a rule that skips none, in "
             "each batch, or clip in a loop of your own by uc.clip"
@@ -372,12 +372,12 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         )
 
 
-def _refuse_optimizer(inner: Any, name: str = "inner") -> None:
+def _check_optimizer(inner: Any, name: str = "inner") -> None:
     """Refuse objects that are not optimizers, and optimizers that do what the wrapper has to do."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         msg = (
             "inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got "
-            f"{short(inner)}"
+            f"{summarize(inner)}"
         )
         raise TypeError(msg)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
@@ -387,7 +387,7 @@ def _refuse_optimizer(inner: Any, name: str = "inner") -> None:
         )
         raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
     for number, one in enumerate(getattr(inner, "optimizers", ())):  # those of a MultiOptimizer
-        _refuse_optimizer(one, f"inner.optimizers[{number}], of some of the variables,")
+        _check_optimizer(one, f"inner.optimizers[{number}], of some of the variables,")
     for option, preset in _INSTEAD.items():
         value = getattr(inner, option)
         if value is not None:

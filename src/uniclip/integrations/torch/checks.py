@@ -60,7 +60,7 @@ _OTHERS = 1009, 20011
 """What is added to numbers, to see whether a function tells them apart."""
 
 
-def refuse_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
+def check_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
     """Refuse a mask or a label inside of a rule that looks for names, where paths end with numbers.
 
     It does if it makes text of a number, or looks it up, and any other number would do as well.

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.step import decide
-from uniclip._errors import LIMIT, article, check, nonnegative, number, short, within
+from uniclip._core.step import run_step
+from uniclip._errors import LIMIT, article, check, check_range, nonnegative, number, summarize
 from uniclip._types import Array, NonFinite, Step
 from uniclip.api import clip_
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.fast_path import gradients_of, lane
-from uniclip.integrations.torch.processes import refuse_parts
+from uniclip.backends.torch.fast_path import fast_path, gradients_of
+from uniclip.integrations.torch.processes import check_shards
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.rule import Rule
@@ -111,7 +111,7 @@ def clip_grad_norm_(
     known = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) is float else None
     rule = known or _rule(norm_type, error_if_nonfinite)
     if _DISTRIBUTED and torch.distributed.is_initialized():
-        refuse_parts(tensors, "parameters", rule, all_reduce)
+        check_shards(tensors, "parameters", rule, all_reduce)
     grads = _grads_of(tensors)
     if all_reduce is not None or shared is not None:
         step = Step(
@@ -125,7 +125,7 @@ def clip_grad_norm_(
         [grad is not None and grad.requires_grad for grad in grads]
     )
     with torch.no_grad() if recorded else nullcontext():
-        decision = decide(rule, grads, NOTHING, step, limit)
+        decision = run_step(rule, grads, NOTHING, step, limit)
         decision.clip_leaves()
         return decision.norms()
 
@@ -141,8 +141,8 @@ def _clipped_in_lane(
     if grads is None or (error_if_nonfinite and not parameters[0].is_cpu):
         return None
     if _DISTRIBUTED and torch.distributed.is_initialized():
-        refuse_parts(parameters, "parameters", _RULES[2.0, False], None)
-    result = lane(grads, max_norm, in_place=True)
+        check_shards(parameters, "parameters", _RULES[2.0, False], None)
+    result = fast_path(grads, max_norm, in_place=True)
     if result is None:
         return None
     norm: Any = result.norm
@@ -225,14 +225,14 @@ def get_total_norm(
     """
     given = _tensors(tensors, "tensors", absent=True)
     rule = _rule(norm_type, error_if_nonfinite)
-    refuse_parts(given, "tensors", rule, all_reduce)
+    check_shards(given, "tensors", rule, all_reduce)
     values = [tensor if tensor is None else tensor.detach() for tensor in given]
     if all([value is None for value in values]):
         if all_reduce is None:
             return torch.tensor(0.0)
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return decide(
+        return run_step(
             rule, values, NOTHING, Step(all_reduce=all_reduce, shared=shared), math.inf
         ).norms()
 
@@ -273,7 +273,7 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     rule, norm = by_global_norm(_limit("max_norm", max_norm)), _known(total_norm)
-    decide(
+    run_step(
         rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)
     ).clip_leaves()
 
@@ -371,7 +371,7 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
 
 def _described(value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        return f"the pair of a name and a parameter ({short(value[0])}, ...)"
+        return f"the pair of a name and a parameter ({summarize(value[0])}, ...)"
     return f"{article(type(value).__qualname__)} {type(value).__qualname__}"
 
 
@@ -403,7 +403,7 @@ def _order(norm_type: Any) -> float:
     try:
         order = float(norm_type)
     except (TypeError, ValueError, RuntimeError):
-        msg = f"norm_type must be a number of at least 1, math.inf or 'inf', got {short(norm_type)}"
+        msg = f"norm_type must be a number of at least 1, math.inf or 'inf', got {summarize(norm_type)}"
         raise TypeError(msg) from None
-    within("norm_type", order, 1, math.inf)
+    check_range("norm_type", order, 1, math.inf)
     return order

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uniclip._core.tree import flatten, place
-from uniclip._errors import short
+from uniclip._errors import summarize
 from uniclip._types import Path
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.compose import AnyRule, rules_with_norms
@@ -301,7 +301,7 @@ def _compared(every: list[Any], rule: Any) -> LayoutCheck | None:
     problems += [*_first(differing), *_WHAT_TO_DO] if differing else []
     # 0 where nothing is held
     shares = tuple(None if norm is None else share or 0.0 for share in alone)
-    return LayoutCheck(short(rule), norm, tuple(map(_joint, found)), shares, tuple(problems))
+    return LayoutCheck(summarize(rule), norm, tuple(map(_joint, found)), shares, tuple(problems))
 
 
 def _merged(leaves: list[_Leaf], rule: Any) -> list[_Leaf]:

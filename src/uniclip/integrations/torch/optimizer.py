@@ -14,37 +14,37 @@ from weakref import ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from uniclip._core.apply import LaneDecision
+from uniclip._core.apply import FastStepResult
 from uniclip._core.collectives import (
     AllReduce,
     Shared,
+    check_shared,
     follow_reference,
     keep_reference,
     reducer_of,
-    refuse_shared,
 )
 from uniclip._core.tree import place
-from uniclip._errors import check, counted, short, stable
+from uniclip._errors import check, counted, stable, summarize
 from uniclip._types import Number
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch.fast_path import gradients_of, lane
+from uniclip.backends.torch.fast_path import fast_path, gradients_of
 from uniclip.clipper import Clipper
 from uniclip.compose import AnyRule
-from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
+from uniclip.integrations import check_answers_differ_in, check_record, looks_at, rule_for_steps
 from uniclip.integrations.torch.checks import (
     Optimizer,
     can_skip,
-    refuse_names,
+    check_names,
     spans_leaves,
     stepped_by,
 )
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import (
-    of_all,
-    of_any,
-    refuse_parts,
-    refuse_unnamed,
+    any_found_inf,
+    average_loss,
+    check_shards,
+    raise_if_unnamed,
     several,
 )
 from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper, find_caller
@@ -204,11 +204,11 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
     stepped, rule = stepped_by(optimizer, rule), rule_for_steps(rule)
-    refuse_shared(all_reduce, shared)
+    check_shared(all_reduce, shared)
     for one in (stepped.outer, *stepped.inner):
         if one in _rules:
             msg = (
-                f"this optimizer is clipped already, by {short(_rules[one])}: call remove() of "
+                f"this optimizer is clipped already, by {summarize(_rules[one])}: call remove() of "
                 "that handle first"
             )
             raise ValueError(msg)
@@ -219,17 +219,17 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
             "use uc.clip"
         )
         raise ValueError(msg)
-    refuse_parts((p for group in groups for p in group["params"]), "optimizer", rule, all_reduce)
+    check_shards((p for group in groups for p in group["params"]), "optimizer", rule, all_reduce)
     known = names_of(names, groups)
     if all_reduce is not None:
         reducer_of(BACKEND, all_reduce)  # which says what is taken
-        refuse_unnamed(rule, groups, known)
-    refuse_record(record, all_reduce)
+        raise_if_unnamed(rule, groups, known)
+    check_record(record, all_reduce)
     single = not stepped.inner and has_hooks(stepped.outer)
-    if rule.memory and not single and not stepped.saves_state():
+    if rule.stateful and not single and not stepped.saves_state():
         msg = (
             f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
-            f"out what {short(rule)} remembers: save handle.state_dict() beside it, and load it "
+            f"out what {summarize(rule)} remembers: save handle.state_dict() beside it, and load it "
             "by handle.load_state_dict(saved)"
         )
         warn(msg)
@@ -303,12 +303,12 @@ class Attached:
 
         ``None`` outside of a step.
         """
-        self._lacks_memory = bool(self.rule.memory) and _has_stepped(stepped.optimizers)
+        self._lacks_memory = bool(self.rule.stateful) and _has_stepped(stepped.optimizers)
         """Whether the optimizer knows more steps than the rule."""
         self._takes_params = looks_at("params", self.rule)
         self._spans_leaves = spans_leaves(self.rule)
         self._look_up_leaves()
-        self._refuse_one_answer()
+        self._check_answers_differ()
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
@@ -504,7 +504,7 @@ class Attached:
             load()
             if new:
                 msg = (
-                    f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which "
+                    f"the saved state of {summarize(self.rule)} has no norms of {shown(new)}, which "
                     "begin anew"
                 )
                 warn(msg)
@@ -514,18 +514,18 @@ class Attached:
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
             self.record.flush()
-        if self.rule.memory:
+        if self.rule.stateful:
             state_dict[_KEY] = self.state_dict()
 
     def _check(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
-        there = self.rule.memory and _KEY in state_dict
+        there = self.rule.stateful and _KEY in state_dict
         self._next_memory = self._look_up(state_dict[_KEY]) if there else None
 
     def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
         load, self._next_memory = self._next_memory, None
-        self._lacks_memory = self.rule.memory and load is None
+        self._lacks_memory = self.rule.stateful and load is None
         if load is not None:
             load()
 
@@ -560,8 +560,8 @@ class Attached:
         self._taken = set()
         if closure is None and "closure" in kwargs and self._makes_state(self._stepped.groups()):
             return None
-        self._refuse_others_inside()
-        self._refuse_in_backward()
+        self._raise_if_others_inside()
+        self._raise_if_in_backward()
         self._warn()
         if "grad_scaler" in kwargs:
             msg = (
@@ -592,7 +592,7 @@ class Attached:
         """
         caller = find_caller(self.optimizer, self._wrapper)
         if self._taken is not None and isinstance(caller, torch.amp.GradScaler):
-            self._refuse_scaled_inside(optimizer)
+            self._raise_if_scaled_inside(optimizer)
         # A step that failed, and that no wrapper saw, has not come to its end.
         failed = caller is None and (self._wrapper is None or self._wrapper.depth is None)
         if self._taken is not None and not failed:
@@ -630,7 +630,7 @@ class Attached:
             )
             raise RuntimeError(msg)
 
-    def _refuse_scaled_inside(self, optimizer: Any) -> None:
+    def _raise_if_scaled_inside(self, optimizer: Any) -> None:
         """Refuse the step of an optimizer inside by a GradScaler: the rule has clipped gradients
         that it has not divided yet.
         """
@@ -642,7 +642,7 @@ class Attached:
         )
         raise RuntimeError(msg)
 
-    def _refuse_others_inside(self) -> None:
+    def _raise_if_others_inside(self) -> None:
         """Refuse a step of an object that holds other optimizers than before:
         nothing would clip for them.
         """
@@ -653,7 +653,7 @@ class Attached:
             )
             raise RuntimeError(msg)
 
-    def _refuse_in_backward(self) -> None:
+    def _raise_if_in_backward(self) -> None:
         """Refuse a step during backward, where other gradients are not there yet, if the rule
         needs them.
 
@@ -666,7 +666,7 @@ class Attached:
             return
         msg = (
             f"{type(self.optimizer).__qualname__} took a step during backward, and a norm of "
-            f"{short(self.rule)} spans several parameters, whose gradients are not all computed "
+            f"{summarize(self.rule)} spans several parameters, whose gradients are not all computed "
             "then: use a rule with a norm for each leaf, such as uc.by_norm(1.0) or "
             "uc.agc(0.01), or take the step after backward"
         )
@@ -689,7 +689,9 @@ class Attached:
         )
         norm = get_total_norm([p.grad for p in params])  # NaN is no 0
         real = bool(norm != 0) or any([p.grad is None and p.requires_grad for p in params])
-        flag = of_any(torch.tensor(float(real)), all_reduce, params[0].device if params else None)
+        flag = any_found_inf(
+            torch.tensor(float(real)), all_reduce, params[0].device if params else None
+        )
         return not flag
 
     def _warn(self) -> None:
@@ -699,7 +701,7 @@ class Attached:
         if self._lacks_memory:
             msg = (
                 "the optimizer goes on from steps, or a state_dict, with no state of "
-                f"{short(self.rule)}, which goes "
+                f"{summarize(self.rule)}, which goes "
                 "on with what it has seen by itself: attach the rule first, then "
                 "optimizer.load_state_dict(saved), and "
                 "save it with the rule attached; torch.distributed.checkpoint saves it beside the "
@@ -727,10 +729,10 @@ class Attached:
             return False
         groups = optimizer.param_groups  # a lane has no optimizers inside
         grads = gradients_of(groups[0]["params"] if len(groups) == 1 else self._params())
-        result = None if grads is None else lane(grads, rule.constant, in_place=True)
+        result = None if grads is None else fast_path(grads, rule.constant, in_place=True)
         if result is None:
             return False
-        self._clipper.hold_report(LaneDecision(rule, BACKEND, list, result, None).report())
+        self._clipper.hold_report(FastStepResult(rule, BACKEND, list, result, None).report())
         return True
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
@@ -751,8 +753,10 @@ class Attached:
         grads = grads_of(params)
         device = params[0].device if params else None
         if several() and looks_at("loss", self.rule):
-            loss = of_all(loss, device)  # also without any gradient, or other processes would wait
-        found_inf = of_any(getattr(self.optimizer, "found_inf", None), all_reduce, device)
+            loss = average_loss(
+                loss, device
+            )  # also without any gradient, or other processes would wait
+        found_inf = any_found_inf(getattr(self.optimizer, "found_inf", None), all_reduce, device)
         absent = sum([grad is None for grad in grads])
         if absent == len(grads) and all_reduce is None:
             return
@@ -784,7 +788,7 @@ class Attached:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
         if any(grad.dtype is torch.float16 for grad in grads):
             msg = (
-                f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep "
+                f"{summarize(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep "
                 "the parameters in float32 under autocast"
             )
             raise ValueError(msg)
@@ -943,14 +947,14 @@ class Attached:
             )
         return params
 
-    def _refuse_one_answer(self) -> None:
+    def _check_answers_differ(self) -> None:
         """Refuse a mask or a label that says the same of all parameters,
         unless ``names`` tells of others.
 
         Raises
         ------
         ValueError
-            See `uniclip._core.plan.refuse_one_answer`.
+            See `uniclip._core.plan.check_answers_differ`.
         """
         params = self._params()
         paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
@@ -959,8 +963,8 @@ class Attached:
         leaves = [p.detach() for p in params]
         try:
             if len(numbered) == len(paths):
-                refuse_names(self.rule, paths, leaves)
-            refuse_one_answer_in(self.rule, *([], []) if some else (paths, leaves))
+                check_names(self.rule, paths, leaves)
+            check_answers_differ_in(self.rule, *([], []) if some else (paths, leaves))
         except (
             AttributeError,
             LookupError,
@@ -973,7 +977,7 @@ class Attached:
                     ": where it looks for names, give them by attach(optimizer, rule, names=model)"
                 )
             msg = (
-                f"a function of {short(self.rule)} fails for paths as {where}{fix} "
+                f"a function of {summarize(self.rule)} fails for paths as {where}{fix} "
                 f"({type(error).__name__}: {error})"
             )
             raise TypeError(msg) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from uniclip._core.collectives import Loss, mean_loss, reducer_of
-from uniclip._errors import refuse_in_step, short
+from uniclip._errors import check_step_arguments, summarize
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.compose import ByValue, Chain, rules_with_norms, walk_rules
@@ -23,7 +23,7 @@ def several() -> bool:
     return bool(here.is_available() and here.is_initialized() and here.get_world_size() > 1)
 
 
-def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) -> None:
+def check_shards(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) -> None:
     """Refuse the parameters of FSDP1, plain tensors that are parts,
     unless ``all_reduce`` joins their norm.
 
@@ -45,7 +45,7 @@ def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) 
     )
     if all_reduce is not None:
         msg = (
-            f"{what} of several leaves as one, and {short(rule)} has a norm for each leaf: use "
+            f"{what} of several leaves as one, and {summarize(rule)} has a norm for each leaf: use "
             "FSDP2 (torch.distributed.fsdp.fully_shard), or a rule with one norm for all, such "
             "as uc.by_global_norm(1.0)"
         )
@@ -58,7 +58,7 @@ def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) 
     raise ValueError(msg)
 
 
-def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
+def raise_if_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
     """Refuse to join norms of leaves without names,
     since other processes have leaves with the same numbers.
     """
@@ -71,7 +71,7 @@ def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
     ]
     if unnamed and any(one.scope.label is None for one in rules_with_norms(rule)):
         msg = (
-            f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, "
+            f"{summarize(rule)} has a norm for each leaf, and processes know their leaves by name, "
             "but the optimizer knows its parameters by their numbers only: give their names, by "
             "attach(optimizer, rule, names=model), or to the optimizer, as in "
             "torch.optim.AdamW(model.named_parameters())"
@@ -79,7 +79,7 @@ def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
         raise ValueError(msg)
 
 
-def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
+def any_found_inf(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     """Return GradScaler's flag, set if it is set in any of the processes."""
     if found_inf is None or all_reduce is None:
         return found_inf
@@ -88,9 +88,9 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     return reducer_of(BACKEND, all_reduce)(flag.reshape(1), "max").reshape(())
 
 
-def of_all(loss: Any, device: Any) -> Loss:
+def average_loss(loss: Any, device: Any) -> Loss:
     """Return the mean of the losses of all processes that have one; all of them take part."""
-    refuse_in_step(loss)
+    check_step_arguments(loss)
     own = 0.0 if loss is None else loss.full_tensor() if is_dtensor(loss) else loss
     value = torch.as_tensor(own, dtype=torch.float32, device=device).detach().reshape(())
     sums = torch.stack([value, torch.full_like(value, float(loss is not None))])

@@ -264,5 +264,5 @@ def _is_of_pytorch(optimizer: Any) -> bool:
     takes all steps.
     """
     bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer}
-    kinds = [base for base in bases if issubclass(base, torch.optim.Optimizer)]
-    return any(base.__module__.startswith("torch.") for base in kinds)
+    leaf_info = [base for base in bases if issubclass(base, torch.optim.Optimizer)]
+    return any(base.__module__.startswith("torch.") for base in leaf_info)
