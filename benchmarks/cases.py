@@ -140,7 +140,12 @@ GROUPS: dict[str, list[Case]] = {
         ),
         Case("A float16 gradient of 400", GLOBAL, [[300.0, 400.0]], 250.0, HALF),
         Case(
-            "10,000 float16 entries of 1000", GLOBAL, [THOUSANDS], 1000.0, HALF, "`[1000, 1000, …]`"
+            "10,000 float16 elements of 1000",
+            GLOBAL,
+            [THOUSANDS],
+            1000.0,
+            HALF,
+            "`[1000, 1000, …]`",
         ),
         Case("float16 and float32 in one model", GLOBAL, [[3.0], [1e5]], 5e4, MIXED),
         Case("The norm of a float16 gradient of 1e-4", NORM, [[1e-4, 1e-4]], 1.0, HALF),
@@ -199,7 +204,7 @@ GROUPS: dict[str, list[Case]] = {
             "The largest norm after clipping",
             GLOBAL,
             [],
-            words="100 random gradients of 50 entries",
+            words="100 random gradients of 50 elements",
             measure="largest",
         ),
         Case("The norm of 10 million numbers", NORM, [MANY], words="random, normally distributed"),

@@ -45,7 +45,7 @@ def lstm() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "16 entries": (partial(layers, [16, 1], bias=False), (8, 16)),
+    "16 elements": (partial(layers, [16, 1], bias=False), (8, 16)),
     "small MLP": (partial(layers, LAYERS), (128, 32)),
     "LSTM": (lstm, (16, 8, 32)),
     "50 x 16 k": (partial(layers, [128] * 51, bias=False), (8, 128)),

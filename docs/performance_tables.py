@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of the page on performance, of what ``benchmarks/speed.py`` measured."""
+"""The tables of the performance page, from the results of ``benchmarks/speed.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compared import table
 Row = dict[str, Any]
 PLACES = {"torch": "PyTorch, `torch.compile`", "tensorflow": "TensorFlow, XLA", "jax": "JAX, `jit`"}
 WAYS = ("clip_grad_norm_", "attach")
-"""The two ways in which PyTorch's users clip."""
+"""The two ways to clip in PyTorch."""
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
@@ -27,7 +27,7 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
         "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
         "growth": table(
-            ["", "leaves", "first call", "compiler alone", "a run"], grown(growth["rows"])
+            ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
         ),
         "gpu": table(
             ["on a GPU", "compared with", "its time", "uniclip", "speedup", "launches"],
@@ -35,13 +35,14 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
         ),
         "gpu-versions": gpu_versions(gpu["about"]),
         "versions": (
-            f"Steps were {versions(step['about'])} Many leaves were {versions(growth['about'])}"
+            f"Training steps were {versions(step['about'])} "
+            f"Compiled code was {versions(growth['about'])}"
         ),
     }
 
 
 def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
-    """Yield how many times as fast the clip is after a backward pass, not clipped / clipped."""
+    """Yield the speedup of the clipping call after a backward pass, not clipped / clipped."""
     found = {(row["what"], row["clipped"]): row["times"] for row in rows}
     for way in WAYS:
         ratios = [[found[tree, clipped][way][1] for clipped in (False, True)] for tree in trees]
@@ -49,18 +50,14 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 
 
 def quartiles(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the time of the native function, and the others' ratios with quartiles,
-    bold where uniclip is slower.
-    """
+    """Yield the native function's time, and the speedups with quartiles."""
     for row in rows:
         title = f"{row['what']}, {'' if row['clipped'] else 'not '}clipped"
         yield [title, duration(row["us"]["native"]), *[spread(row["times"][way]) for way in WAYS]]
 
 
 def training(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield what a whole step takes, not clipped, clipped by the native function,
-    and by uniclip.
-    """
+    """Yield the times of a whole step: not clipped, clipped natively, and clipped by uniclip."""
     for row in rows:
         us = row["us"]
         way = next(name for name in us if name not in {"native", "not clipped"})
@@ -74,9 +71,7 @@ def training(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def grown(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield how many times as fast each rule's program is there and runs,
-    by the number of leaves.
-    """
+    """Yield the speedups of compiling and running each rule's program, by the number of leaves."""
     found: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
     for row in rows:
         rule, leaves = row["what"].rsplit(", ", 1)
@@ -114,7 +109,7 @@ def gpu_versions(about: dict[str, Any]) -> str:
 
 
 def versions(about: dict[str, Any]) -> str:
-    """Return what was installed, where and when, in a sentence."""
+    """Return one sentence with the machine, the date, and the installed versions."""
     packages = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return (
         f"measured on {about['cores']} cores of an {about['cpu']}, {about['date']}, with "
@@ -123,12 +118,12 @@ def versions(about: dict[str, Any]) -> str:
 
 
 def number(ratio: float) -> str:
-    """Return a ratio to two decimals, or without any if it is large."""
+    """Return a ratio to two decimals, or to none if it is large."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"  # noqa: PLR2004
 
 
 def spread(ratios: list[float]) -> str:
-    """Return a median and the quartiles around it, bold where uniclip is slower."""
+    """Return a median and its quartiles, bold if uniclip is slower."""
     low, middle, high = map(number, ratios)
     text = f"{middle} ({low}-{high})"
     return f"**{text}**" if float(middle) < 1 else text

@@ -19,13 +19,13 @@ CARD = (2.4, 1.1)
 def draw(folder: Path) -> None:
     """Write both pictures of every rule into ``folder`` as SVG."""
     for name in PRESETS:
-        picture = over_time if made(name).memory else on_a_gradient
+        picture = over_time if made(name).stateful else on_a_gradient
         for kind in ("rule", "small"):
             figure = picture(name, small=kind == "small")
             figure.savefig(folder / f"{kind}-{name}.svg", metadata={"Date": None})
 
 
-# Rules without memory: a gradient before and after, and what norms its parts have, the larger it
+# Stateless rules: a gradient before and after, and what norms its parts have, the larger it
 # is.
 
 

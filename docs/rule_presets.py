@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every preset as the pages on the rules show it: a phrase, its arguments,
-and what its picture shows.
-"""
+"""Texts, arguments, and figure data of every preset, for the rule pages."""
 
 from __future__ import annotations
 
@@ -13,16 +11,14 @@ import uniclip as uc
 
 
 class Preset(NamedTuple):
-    """A phrase that completes "this rule ...", and arguments:
-    1 or its like where the preset has no default.
-    """
+    """A phrase that completes "this rule ...", and values for the required arguments."""
 
     phrase: str
     arguments: tuple[Any, ...] = ()
 
 
 class Example(NamedTuple):
-    """A rule, and a gradient to draw before and after it; the rows of its leaves have names."""
+    """A rule, a gradient to draw before and after it, and names for the rows of its leaves."""
 
     rule: Any
     names: tuple[str, ...] = ("leaf a", "leaf b", "leaf c")
@@ -31,18 +27,18 @@ class Example(NamedTuple):
 
 
 def label(path: Any, _: Any) -> Any:
-    """Put the first leaf of an example into one group, the others into another."""
+    """Put the first leaf of an example into one group, and the others into another."""
     return min(path[0], 1)
 
 
 PRESETS = {
-    "by_value": Preset("limits each entry to an interval", (-1.0, 1.0)),
+    "by_value": Preset("limits each element to an interval", (-1.0, 1.0)),
     "by_norm": Preset("scales each leaf by its own norm", (1.0,)),
     "by_average_norm": Preset("scales each leaf by TensorFlow 1's average norm", (1.0,)),
     "by_global_norm": Preset("scales everything by one factor: the usual choice", (1.0,)),
     "by_block_rms": Preset("scales each leaf by its root mean square", (1.0,)),
     "by_group_norm": Preset(
-        "gives each group of leaves a limit of its own", ({0: 1.0, 1: 1.0}, label)
+        "gives each group of leaves a separate limit", ({0: 1.0, 1: 1.0}, label)
     ),
     "to_global_norm": Preset("gives every gradient the same norm"),
     "agc": Preset("scales each output unit relative to its weights"),
@@ -50,18 +46,18 @@ PRESETS = {
     "larc": Preset("keeps each leaf's step small relative to its weights", (0.1,)),
     "autoclip": Preset("clips at a percentile of all norms so far"),
     "percentile_clipping": Preset("clips each leaf at a percentile of its last norms"),
-    "zclip": Preset("sets spikes back towards the running mean"),
-    "log_zscore": Preset("sets spikes of the log norm back to the mean"),
+    "zclip": Preset("scales spikes back toward the running mean"),
+    "log_zscore": Preset("scales spikes of the log norm back to the mean"),
     "adagc": Preset("keeps each leaf near its running average"),
-    "norm_growth": Preset("lets the norm of each leaf grow by 1 % a step"),
+    "norm_growth": Preset("lets the norm of each leaf grow by 1% per step"),
     "skip_spikes": Preset("zeroes the gradients of steps with a spike"),
-    "spam": Preset("clips entries far above their own usual size"),
+    "spam": Preset("clips elements far above their usual size"),
     "adagn": Preset("scales each leaf to a norm of about 1"),
     "by_example_norm": Preset("scales each example by its norm over all leaves", (1.0,)),
     "by_example_layer_norm": Preset("scales each leaf of each example, for one total", (1.0,)),
-    "by_example_quantile": Preset("finds the limit that a share of the examples is below"),
+    "by_example_quantile": Preset("finds the limit for a fraction of the examples"),
     "auto_s": Preset("scales each example to just below the limit"),
-    "psac": Preset("scales each example to about the limit, tiny ones stay tiny"),
+    "psac": Preset("scales each example to about the limit, except tiny ones"),
 }
 
 
@@ -100,6 +96,4 @@ EXAMPLES = {
     "auto_s": Example(uc.auto_s(), OF_BATCH, (TINY,)),
     "psac": Example(uc.psac(), OF_BATCH, (TINY,)),
 }
-"""What the picture of a preset without memory shows,
-unless it is the preset itself and the gradient of `Example`.
-"""
+"""The figures of stateless presets, if they differ from the preset on the gradient of `Example`."""

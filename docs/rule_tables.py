@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables and cards of the rules: the phrases are typed, the rest is read from uniclip."""
+"""Tables and cards of the rules, from the phrases in `rule_presets` and from uniclip itself."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def card(name: str) -> str:
 
 
 def expression(name: str) -> str:
-    """Return the expression that a preset is short for, as code without the modules' names."""
+    """Return the expression that a preset stands for, as code without module names."""
     rule = made(name)
     if not isinstance(rule, uc.Rule):
-        return "no norm: each entry by itself"
-    # as its choices
+        return "no norm: each element separately"
+    # `replace` drops the name of the call, so that the rule prints as its choices.
     text = re.sub(r"\buc\.((scopes|norms|limits|curves)\.)?", "", repr(replace(rule)))
     return "`" + re.sub(r"(\.\d\d)\d{6,}", r"\1", text) + "`"
 
 
 def facts(name: str) -> str:
-    """Return what a preset is, as a list: its call, its four choices, and what runs it."""
-    run = "a `Clipper`, which remembers" if made(name).memory else "`uc.clip`"
+    """Return a list table of a preset: its call, its four choices, and how to run it."""
+    run = "a `Clipper`, which keeps its state" if made(name).stateful else "`uc.clip`"
     rows = {
         "Call": f"{{py:func}}`{signature(name)} <uniclip.{name}>`",
         "[Choices](/the-four-choices.md)": expression(name),
@@ -70,7 +70,7 @@ def facts(name: str) -> str:
 
 
 def signature(name: str) -> str:
-    """Return a call with the defaults of a preset, but those that all have."""
+    """Return the signature of a preset, without the defaults that all presets share."""
     usual, parameters = (
         ("propagate", uc.curves.hard),
         inspect.signature(getattr(uc, name)).parameters.values(),

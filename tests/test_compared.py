@@ -104,10 +104,8 @@ def test_sizes_are_said() -> None:
         for some in (files, [source / "_core" / "step.py"])
     )
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert (
-        f"is {core:,} lines of code in {len(files)} files, the step that all take {step} of them"
-        in readme
-    )
+    assert f"is {core:,} lines of code in {len(files)} files." in readme
+    assert f"share one step of {step} lines." in readme
 
 
 def count_lines(file: Path) -> int:
@@ -135,7 +133,7 @@ def cells(text: str) -> list[list[str]]:
 def test_speed(tmp_path: Path) -> None:
     """The program that measures speed measures a small model, and keeps the row."""
     path = tmp_path / "speed.json"
-    words = ["step", "--only", "16 entries", "--rounds", "2", "--out", str(path)]
+    words = ["step", "--only", "16 elements", "--rounds", "2", "--out", str(path)]
     subprocess.run([sys.executable, ROOT / "benchmarks" / "speed.py", *words], check=True)
     results = json.loads(path.read_text(encoding="utf-8"))
     assert results["about"].keys() == {"cpu", "cores", "date", "versions"}
@@ -156,4 +154,4 @@ def test_wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed has to clip."""
     monkeypatch.setattr(steps, "clips", lambda params, limit: {"native": lambda: None})
     with pytest.raises(ValueError, match="after native the norm is"):
-        list(steps.measure("torch", "16 entries", 1))
+        list(steps.measure("torch", "16 elements", 1))

@@ -1,4 +1,4 @@
-"""What uniclip promises, once: the tests run each program and each check,
+"""The behavior that uniclip guarantees, listed once: the tests run each program and each check,
 and the docs print the table.
 """
 
@@ -14,10 +14,10 @@ __all__ = ["PROMISES", "Program", "Promise", "dtypes", "table"]
 STANDARD = ["array-api-strict", "CuPy's stand-in"]
 """Libraries that have the array API standard, and nothing more."""
 SPARSE = dict.fromkeys(["NumPy", *STANDARD, "MLX"], "the framework has no sparse arrays")
-SPARSE["torch.compile"] = "`torch.compile` does not take sparse tensors"
+SPARSE["torch.compile"] = "`torch.compile` doesn't support sparse tensors"
 NOT_NUMPY = [*STANDARD, "MLX", "PyTorch", "TensorFlow", "JAX"]
 NOT_TORCH = dict.fromkeys(
-    ["NumPy", *STANDARD, "MLX", "TensorFlow", "JAX"], "it has nothing of the kind"
+    ["NumPy", *STANDARD, "MLX", "TensorFlow", "JAX"], "it has no such tensors"
 )
 ONE_LAYOUT = dict.fromkeys(
     [*STANDARD, "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts"
@@ -26,36 +26,34 @@ ONE_LAYOUT = dict.fromkeys(
 PROMISES = [
     Promise(
         "norm ≤ limit",
-        "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow and JAX on the "
-        "CPU as the same arrays",
+        "the gradients come back bit for bit; eager NumPy, PyTorch, TensorFlow, and JAX on the "
+        "CPU return the same arrays",
         (programs.Below(),),
     ),
     Promise(
         "norm > limit",
-        "same direction, and the norm becomes the limit to a few units in the last place",
+        "the direction stays, and the norm becomes the limit to a few units in the last place",
         (programs.Above(), programs.ToTheLimit()),
     ),
     Promise(
         "dtype, shape, tree",
-        "each leaf keeps its own; the norm is float32 or wider, never half precision",
+        "each leaf keeps its dtype and shape; the norm is float32 or wider, never half precision",
         (programs.Keeps(), programs.Shapes()),
     ),
     Promise(
         "the report",
-        "has the norms before clipping, the limits, the factors, and the share that was clipped",
+        "has the norms before clipping, the limits, the factors, and the fraction that was clipped",
         (programs.Reported(),),
     ),
     Promise(
-        "a limit that learns",
-        (
-            "follows its formula: what is not clipped is learned, of the rest what is left; spikes "
-            "of the loss count too"
-        ),
+        "an adaptive limit",
+        "follows its formula, on norms before or after clipping as it says; spikes of the loss "
+        "count, too",
         (programs.Learns(),),
     ),
     Promise(
         "accuracy",
-        "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 entries, 3 million equal "
+        "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 elements, 3 million equal "
         "ones, whose rounding errors all have one sign (≤ 1.5·10⁻⁶ in TensorFlow graphs without "
         "XLA), and rows and columns of 2 million; ≤ 2·10⁻⁶ for half precision",
         (programs.Accurate(), programs.EqualEntries(), programs.AlongAxes()),
@@ -64,29 +62,29 @@ PROMISES = [
         "accuracy on other processors",
         "the same with the BLAS kernels for Haswell (and Zen), and Nehalem",
         check=checks.accurate_on_other_processors,
-        exceptions=dict.fromkeys(NOT_NUMPY, "it adds with kernels of its own"),
+        exceptions=dict.fromkeys(NOT_NUMPY, "it adds with its own kernels"),
     ),
     Promise(
         "any split into leaves, in any order",
-        "the same norm to rounding; the same input again gives the same bits",
+        "the same norm, up to rounding; the same input gives the same bits again",
         (programs.Split(),),
     ),
     Promise(
         "finite, but squares leave the range",
-        "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16",
+        "norm and result are right: 1e30 and 1e-30 in float32, 300 in float16",
         (programs.InRange(),),
     ),
     Promise(
         "a factor beyond its dtype",
-        "is the largest number of the dtype, or 0, in all frameworks; entries of 0 stay 0",
+        "is the largest number of the dtype, or 0, in all frameworks; elements of 0 stay 0",
         (programs.FactorsOutOfRange(),),
     ),
     Promise(
         "finite gradients under a debugger",
-        "no NaN and no ∞ on the way nor in reports and states: "
-        "`tf.debugging.enable_check_numerics`, `jax_debug_nans`, `jax_debug_infs`, "
-        "`detect_anomaly` let them pass; the limit of a norm that nothing limits is the largest "
-        "number of its dtype",
+        "no step creates NaN or infinity, also in reports and states, so "
+        "`tf.debugging.enable_check_numerics`, `jax_debug_nans`, `jax_debug_infs`, and "
+        "`detect_anomaly` don't stop; an unlimited norm has the largest number of its dtype as "
+        "the limit",
         check=checks.under_a_debugger,
     ),
     Promise(
@@ -96,26 +94,26 @@ PROMISES = [
     ),
     Promise(
         "limit = 0",
-        "all gradients become 0, never NaN, also if they were 0",
+        "all gradients become 0, never NaN, even if they were 0",
         (programs.ZeroLimit(),),
     ),
     Promise(
         "limit < 0 or NaN",
         (
-            "`ValueError` with the argument and the value; NaN gradients where the limit is an "
-            "array that cannot be read"
+            "`ValueError` with the argument and the value; NaN gradients if the limit is an "
+            "array that can't be read"
         ),
         (programs.BadLimit(),),
         checks.bad_limits,
     ),
     Promise(
         "limits and bounds of any kind of number",
-        "the same: Python's own, fractions, decimals, NumPy's, 0-d arrays",
+        "work the same: Python numbers, fractions, decimals, NumPy numbers, 0-d arrays",
         check=checks.takes_any_number,
     ),
     Promise(
         "NaN or ∞ in a gradient",
-        "all entries that share its norm become NaN; the others are clipped as usual",
+        "all elements that share its norm become NaN; the others are clipped as usual",
         (programs.Propagates(),),
     ),
     Promise(
@@ -125,38 +123,38 @@ PROMISES = [
     ),
     Promise(
         '… and `nonfinite="zero"`',
-        "the entries that are not finite become 0, the rest is clipped",
+        "the non-finite elements become 0, and the rest is clipped",
         (programs.Zeroes(),),
     ),
     Promise(
         '… and `nonfinite="raise"`',
         (
-            "`FloatingPointError` that names the leaves; in traced code a `TypeError` that names "
+            "`FloatingPointError` that names the leaves; in traced code, `TypeError` that names "
             "the other policies"
         ),
         check=checks.raises,
     ),
     Promise(
-        "… and a rule that remembers",
-        "its state does not change, so later steps are not affected",
+        "… and a stateful rule",
+        "its state doesn't change, so later steps aren't affected",
         (programs.RemembersNoNaN(),),
     ),
     Promise(
         "a state that is saved and loaded",
-        "later steps are the same, to the bit; `ValueError` that names the leaves or the rules "
-        "where it is that of other leaves or of another rule, before anything is changed",
+        "later steps are bitwise identical; a state of other leaves or of another rule raises a "
+        "`ValueError` that names these, before anything changes",
         check=checks.saved_states,
     ),
     Promise(
-        "parts of one tree in several processes, `all_reduce=`",
-        "their norms are joined, and all decide alike",
+        "shards of one tree in several processes, `all_reduce=`",
+        "their norms are combined, and all processes make the same decisions",
         (programs.Parts(),),
     ),
     Promise(
         "sparse gradients",
         (
-            "stay sparse, beside dense ones too; rows that occur twice are summed first, and come "
-            "back so where clipped"
+            "stay sparse, also next to dense ones; repeated rows are summed first, and come back "
+            "summed if clipped"
         ),
         (programs.Sparse(),),
         exceptions=SPARSE,
@@ -168,30 +166,30 @@ PROMISES = [
     ),
     Promise(
         "complex numbers",
-        "norm of the modulus; `clip_by_value` raises `TypeError`",
+        "the norm uses the modulus; `clip_by_value` raises `TypeError`",
         (programs.Complex(),),
         checks.complex_by_value,
     ),
     Promise(
         "floats of 8 bits",
-        "clipped as float32, and rounded once",
+        "are clipped as float32, and rounded once",
         check=checks.eight_bits,
-        exceptions=dict.fromkeys(NOT_NUMPY, "they have tests of their own, or it has none"),
+        exceptions=dict.fromkeys(NOT_NUMPY, "separate tests cover them, or it has none"),
     ),
     Promise(
         "the same array in two places",
-        "each place counts, as two gradients of equal values do; `uc.clip_` writes one memory once",
+        "each place counts, like two equal gradients; `uc.clip_` writes the memory once",
         (programs.Twice(),),
     ),
     Promise(
         "empty and 0-d leaves, None, an empty tree",
-        "contribute 0 and keep their places; the norm of nothing is 0",
+        "contribute 0 and keep their places; the norm of an empty tree is 0",
         (programs.Empty(),),
         checks.empty_trees,
     ),
     Promise(
         "any error",
-        "is raised before any array is changed, says what to write instead, and prints no array",
+        "is raised before any array changes, says what to write instead, and prints no array",
         check=checks.nothing_changes_before_an_error,
     ),
     Promise(
@@ -202,8 +200,8 @@ PROMISES = [
     Promise(
         "in place, `uc.clip_`",
         (
-            "writes into arrays the values that `uc.clip` returns; `TypeError` where they never "
-            "change: JAX, TensorFlow"
+            "writes the values that `uc.clip` returns into the arrays; `TypeError` if arrays are "
+            "immutable: JAX, TensorFlow"
         ),
         (programs.InPlace(),),
         checks.in_place,
@@ -211,8 +209,8 @@ PROMISES = [
     Promise(
         "… and PyTorch's kinds of tensors",
         (
-            "are written: sparse ones, those that have a graph, and in inference mode its own, "
-            "which are refused elsewhere"
+            "are written: sparse tensors, tensors with a graph, and inference tensors (only in "
+            "inference mode; elsewhere an error)"
         ),
         check=checks.tensors_in_place,
         exceptions=NOT_TORCH,
@@ -220,7 +218,7 @@ PROMISES = [
     Promise(
         "… and views of one array",
         (
-            "are written where each lies in a stretch of memory of its own; else `ValueError` that "
+            "are written if each covers a separate stretch of memory; otherwise `ValueError` that "
             "names both"
         ),
         check=checks.overlaps,
@@ -228,13 +226,13 @@ PROMISES = [
     ),
     Promise(
         "read-only, strided, Fortran-order, broadcast arrays",
-        "right, and the layout is kept; what cannot be written to in place is a `TypeError`",
+        "are right, and keep their layout; in place, unwritable arrays raise `TypeError`",
         check=checks.memory,
         exceptions=ONE_LAYOUT,
     ),
     Promise(
         "derivative through the clip",
-        "exact where the square of the norm is in range, and finite at zero",
+        "exact if the square of the norm is in range, and finite at zero",
         check=checks.slopes,
         exceptions=dict.fromkeys(["NumPy", *STANDARD], "it takes no derivatives of array API code"),
     ),
@@ -245,7 +243,7 @@ HEADINGS = {
     "accuracy": "Accuracy and range",
     "limit = ∞": "Unusual limits",
     "NaN or ∞ in a gradient": "NaN and infinity",
-    "parts of one tree in several processes, `all_reduce=`": "Many processes",
+    "shards of one tree in several processes, `all_reduce=`": "Distributed training",
     "sparse gradients": "Kinds of arrays",
     "any error": "Errors",
     "in place, `uc.clip_`": "In place, and derivatives",
@@ -296,7 +294,7 @@ def dtypes() -> str:
         partly = {
             dtype: why for names in missing for dtype, why in names.items() if dtype not in nowhere
         }
-        said = [f"all but {_listed(nowhere)}" if nowhere else "all"]
+        said = [f"all except {_listed(nowhere)}" if nowhere else "all"]
         said += [_listed(partly, "{} {}")] if partly else []
         lines.append(f"| {family} | {'; '.join(said)} |")
     return "\n".join(lines) + "\n"

@@ -155,7 +155,7 @@ def _(uc: Any) -> dict[str, Any]:
     return clipping(uc, clip)
 
 
-@fault("a window has one norm less", "a limit that learns")
+@fault("a window has one norm less", "an adaptive limit")
 def _(uc: Any) -> dict[str, Any]:
     return {
         "autoclip": lambda percentile=10, window=10_000, **options: uc.autoclip(
@@ -164,14 +164,14 @@ def _(uc: Any) -> dict[str, Any]:
     }
 
 
-@fault("the warm-up takes one step more", "a limit that learns")
+@fault("the warm-up takes one step more", "an adaptive limit")
 def _(uc: Any) -> dict[str, Any]:
     return {
         "zclip": lambda *args, warmup=25, **options: uc.zclip(*args, warmup=warmup + 1, **options)
     }
 
 
-@fault("a step that is not finite is learned", "… and a rule that remembers")
+@fault("a step that is not finite is learned", "… and a stateful rule")
 def _(uc: Any) -> dict[str, Any]:
     spoiled = lambda array: 2 * array if array.dtype.kind == "f" else array
 
@@ -182,7 +182,7 @@ def _(uc: Any) -> dict[str, Any]:
     return {"adagc": remembering(uc.adagc, update)}
 
 
-@fault("what is not clipped yet is learned", "a limit that learns")
+@fault("what is not clipped yet is learned", "an adaptive limit")
 def _(uc: Any) -> dict[str, Any]:
     def update(rule: Any, grads: Any, state: Any, *args: Any, **options: Any) -> Any:
         clipped, new, report = rule.update(grads, state, *args, **options)
@@ -232,7 +232,7 @@ def _(uc: Any) -> dict[str, Any]:
     return clipping(uc, clip)
 
 
-@fault("all_reduce is ignored", "parts of one tree in several processes, `all_reduce=`")
+@fault("all_reduce is ignored", "shards of one tree in several processes, `all_reduce=`")
 def _(uc: Any) -> dict[str, Any]:
     def clip(uc: Any, grads: Any, rule: Any, *rest: Any, **options: Any) -> Any:
         return uc.clip(grads, rule, *rest, **(options | {"all_reduce": None}))
@@ -240,7 +240,7 @@ def _(uc: Any) -> dict[str, Any]:
     return clipping(uc, clip)
 
 
-@fault("the loss is ignored", "a limit that learns")
+@fault("the loss is ignored", "an adaptive limit")
 def _(uc: Any) -> dict[str, Any]:
     def update(rule: Any, grads: Any, state: Any, *args: Any, **options: Any) -> Any:
         return rule.update(grads, state, *args, **(options | {"loss": None}))
@@ -278,7 +278,7 @@ def _(uc: Any) -> dict[str, Any]:
     return {"Clipper": Clipper}
 
 
-@fault("a threshold lies on the other side of the mean", "a limit that learns")
+@fault("a threshold lies on the other side of the mean", "an adaptive limit")
 def _(uc: Any) -> dict[str, Any]:
     def update(rule: Any, grads: Any, state: Any, *args: Any, **options: Any) -> Any:
         clipped, new, report = rule.update(grads, state, *args, **options)

@@ -66,16 +66,14 @@ RULES = {
         "`skip_spikes` with a loss", uc.skip_spikes(z=1.0, window=4, warmup=2), loss=True
     ),
 }
-KEPT = (
-    "norms along axes take no `all_reduce=`: leave it out where leaves are whole, or use DTensors"
-)
+KEPT = "norms along axes take no `all_reduce=`: omit it if leaves are whole, or use DTensors"
 EACH = (
-    "beside `all_reduce=` every process needs the same leaves, but in a rule of one norm, or of "
-    "groups with names: leave it out, as these leaves are whole in their process"
+    "with `all_reduce=`, only a rule with one norm or named groups allows different leaves in each "
+    "process: omit it, because these leaves are whole in their process"
 )
 FLAT = (
-    "a flat parameter is a part of several leaves, and nobody knows where one ends: use FSDP2, or "
-    "a rule of one norm"
+    "a flat parameter is a shard of several leaves, with unknown boundaries: use FSDP2, or a rule "
+    "with one norm"
 )
 
 
@@ -309,7 +307,7 @@ class TensorParallelSharded(OneProcess):
 class Experts(OneProcess):
     """Experts as one DTensor beside plain copies; the gradients are those of a whole model."""
 
-    title = "experts as DTensors on a mesh of their own"
+    title = "experts as DTensors on a separate mesh"
     experts = "stacked"
     spoilt = "experts"
 
@@ -335,7 +333,7 @@ class Experts(OneProcess):
 class PlainExperts(Experts):
     """Experts as plain tensors, each in one process."""
 
-    title = "experts as plain tensors beside copies"
+    title = "experts as regular tensors, next to replicas"
     refused = MappingProxyType({"agc": KEPT, "leaf": EACH, "adagc": EACH})
     experts = "listed"
     spoilt = "experts.3"
@@ -438,7 +436,7 @@ LAYOUTS: dict[str, type[OneProcess]] = {
 
 
 def table() -> str:
-    """Return the layouts and rules as a Markdown table, and below it why what is refused is."""
+    """Return the layouts and rules as a Markdown table, then the reason for each error."""
     notes = list(
         dict.fromkeys(why for layout in LAYOUTS.values() for why in layout.refused.values())
     )
@@ -449,7 +447,7 @@ def table() -> str:
             for name in RULES
         ]
         lines.append([layout.title, *cells])
-    numbered = [f"{number}. Refused: {note}." for number, note in enumerate(notes, 1)]
+    numbered = [f"{number}. Raises an error: {note}." for number, note in enumerate(notes, 1)]
     return (
         "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + "\n".join(numbered) + "\n"
     )
