@@ -12,6 +12,8 @@ Row = dict[str, Any]
 PLACES = {"torch": "PyTorch, `torch.compile`", "tensorflow": "TensorFlow, XLA", "jax": "JAX, `jit`"}
 WAYS = ("clip_grad_norm_", "attach")
 """The two ways to clip in PyTorch."""
+DTYPES = ("float32", "bfloat16")
+"""The columns of the README that were measured on a GPU."""
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
@@ -24,6 +26,10 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
     trees = list(dict.fromkeys(row["what"] for row in torch))
     return {
         "steps": table(["in a step of PyTorch", *trees], in_steps(torch, trees)),
+        "readme": table(
+            ["", *[f"CPU: {tree}" for tree in trees], *[f"GPU: GPT-2, {name}" for name in DTYPES]],
+            on_both(torch, trees, gpu["rows"]),
+        ),
         "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
         "growth": table(
@@ -47,6 +53,18 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
     for way in WAYS:
         ratios = [[found[tree, clipped][way][1] for clipped in (False, True)] for tree in trees]
         yield [f"`{way}`", *[" / ".join(map(number, pair)) for pair in ratios]]
+
+
+def on_both(rows: list[Row], trees: list[str], gpu: list[Row]) -> Iterator[list[str]]:
+    """Yield the speedups of the clip on a CPU, then on a GPU, where `attach` was not timed alone."""
+    times = {
+        (row["dtype"], row["clipped"]): number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
+        for row in gpu
+        if row["what"] == "global norm, GPT-2"
+    }
+    for way, cells in zip(WAYS, in_steps(rows, trees), strict=True):
+        both = [f"{times[dtype, False]} / {times[dtype, True]}" for dtype in DTYPES]
+        yield [*cells, *(both if way == "clip_grad_norm_" else ["-"] * len(DTYPES))]
 
 
 def quartiles(rows: list[Row]) -> Iterator[list[str]]:

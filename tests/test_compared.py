@@ -77,7 +77,7 @@ def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     step = measured[0]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = readme[readme.index("- **Fast.**") : readme.index("- **Small")]
-    assert cells(said) == cells(tables.parts(*measured)["steps"])
+    assert cells(said) == cells(tables.parts(*measured)["readme"])
     rows = [row for row in step["rows"] if row["framework"] == "torch"]
     slow = {
         row["what"]
