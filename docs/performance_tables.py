@@ -36,7 +36,7 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
         ),
         "gpu": table(
-            ["on a GPU", "compared with", "its time", "uniclip", "speedup", "launches"],
+            ["on a GPU", "compared with", "speedup", "GPU time", "host time", "launches"],
             on_gpu(gpu["rows"]),
         ),
         "gpu-versions": gpu_versions(gpu["about"]),
@@ -105,18 +105,21 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the GPU's and the host's time of each function, and the speedup on the GPU."""
+    """Yield the speedup on the GPU, and times of the GPU and of the host, not clipped / clipped."""
+    cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        native, ours = row["native"], row["uniclip"]
-        times = [
-            f"{duration(one['gpu_us'])} (host {duration(one['host_us'])})" for one in (native, ours)
-        ]
+        cases.setdefault((row["what"], row["dtype"]), []).append(row)
+    for (what, dtype), both in cases.items():
+        ours = [row["uniclip"] for row in both]
+        native = both[-1]["native"]
         yield [
-            f"{row['what']}, {row['dtype']}, {'' if row['clipped'] else 'not '}clipped",
-            row["peer"],
-            *times,
-            number(native["gpu_us"] / ours["gpu_us"]),
-            f"{native['launches']} → {ours['launches']}",
+            f"{what}, {dtype}",
+            both[0]["peer"],
+            " / ".join(number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"]) for row in both),
+            f"{duration(native['gpu_us'])} → {' / '.join(duration(one['gpu_us']) for one in ours)}",
+            f"{duration(native['host_us'])} → "
+            f"{' / '.join(duration(one['host_us']) for one in ours)}",
+            f"{native['launches']} → {ours[0]['launches']}",
         ]
 
 
