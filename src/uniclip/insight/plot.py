@@ -12,7 +12,7 @@ import numpy as np
 from uniclip._errors import check, needs
 from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import Spike, largest
-from uniclip.insight.summary import bounds_of, printable
+from uniclip.insight.summary import printable, skip_thresholds
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -104,7 +104,9 @@ def plot(record: Record, ax: Any = None) -> Any:
         color=GREEN,
         linestyle="--",
     )
-    bounds = bounds_of(record)  # no line of their own where they are the limits or the thresholds
+    bounds = skip_thresholds(
+        record
+    )  # no line of their own where they are the limits or the thresholds
     _line(
         ax,
         record.steps,
