@@ -149,10 +149,11 @@ def largest(record: Record) -> list[Spike]:
     Of consecutive spikes, only the first counts that is at least half as large as the largest of
     them.
     """
+    found = spikes(record)
     row_numbers = {step: number for number, step in enumerate(record.steps.tolist())}
 
     series: list[list[Spike]] = []
-    for spike in spikes(record):
+    for spike in found:
         if series and _continues(spike, series[-1][-1], row_numbers):
             series[-1].append(spike)
         else:

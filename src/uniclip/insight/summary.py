@@ -58,7 +58,7 @@ def summary(record: Record) -> str:
     47% of steps clipped: the limit acts as a step-size limiter
     400 steps, uc.by_global_norm(1.0): 47% clipped, 0 skipped, 0 non-finite
     norm: p10 0.685, p50 0.985, p90 1.48, p99 2.02, max 20 (step 300)
-    steps with a norm above: 0.25: 100%, 1: 47%, 4: 0.25%, 16: 0.25%
+    steps with norm > 0.25: 100%, > 1: 47%, > 4: 0.25%, > 16: 0.25%
     1 spike:
       step 300: 22.2 times the median
     Norms alone don't determine the best limit: try 1, or compare 0.25, 1, and 4
@@ -115,10 +115,10 @@ def _describe_norms(record: Record) -> list[str]:
     step = record.steps[is_finite][norms.argmax()]
     maximum = f"max {norms.max():.3g} (step {step:,})"
 
-    shares = [f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS]
+    shares = [f"> {limit:g}: {_percent(norms > limit)}" for limit in _LIMITS]
     return [
         f"norm: {', '.join([*percentiles, maximum])}",
-        f"steps with a norm above: {', '.join(shares)}",
+        f"steps with norm {', '.join(shares)}",
     ]
 
 
