@@ -15,7 +15,7 @@ from uniclip.insight.plot import save_plot
 from uniclip.insight.record import Record, read
 from uniclip.insight.summary import printable, summary
 
-_FIGURES = ".svg", ".png", ".pdf"
+_SUFFIXES = {".html", ".svg", ".png", ".pdf"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,8 +76,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _output_path(text: str) -> Path:
     """Return the path of a file to write, whose suffix is its format."""
     path = Path(text)
-    if path.suffix not in {".html", *_FIGURES}:
-        msg = f"expected a file name that ends in .html, {', '.join(_FIGURES)}, got {text!r}"
+    if path.suffix not in _SUFFIXES:
+        msg = f"expected a file name that ends in .html, .svg, .png, or .pdf, got {text!r}"
         raise argparse.ArgumentTypeError(msg)
     return path
 

@@ -239,6 +239,7 @@ def _label_spikes(ax: Axes, record: Record, spikes: list[Spike]) -> None:
     norms = [spike.norm for spike in spikes]
     ax.plot(steps, norms, "o", label="_spikes", color=VERMILION, fillstyle="none", clip_on=False)
 
+    # Matplotlib knows the size of a text only after it is drawn, so estimate it.
     letter_width = _LETTER_WIDTH / (ax.get_window_extent().width / ax.figure.dpi)
     labels = [_make_label(record, spike, letter_width) for spike in spikes]
     rows = _arrange(labels)
@@ -283,8 +284,10 @@ def _make_label(record: Record, spike: Spike, letter_width: float) -> _Label:
 def _arrange(labels: list[_Label]) -> list[list[_Label]]:
     """Return rows of labels that do not overlap."""
     # In this order no line to a spike crosses the text of another one.
-    to_right = sorted([label for label in labels if not label.is_left], key=lambda one: one.start)
-    to_left = sorted([label for label in labels if label.is_left], key=lambda one: -one.end)
+    to_right = sorted(
+        [label for label in labels if not label.is_left], key=lambda label: label.start
+    )
+    to_left = sorted([label for label in labels if label.is_left], key=lambda label: -label.end)
 
     rows: list[list[_Label]] = []
     for label in to_right + to_left:
@@ -330,6 +333,7 @@ def _draw_strips(ax: Axes, record: Record) -> float:
 
     Return the height of all strips.
     """
+    # A skipped or non-finite step has factors that are not 1, too.
     is_clipped = (record.shares > 0) & record.finite & ~record.skipped
     strips: dict[str, tuple[Booleans, str]] = {
         "clipped": (is_clipped, VERMILION),
@@ -366,6 +370,7 @@ def _strip_pixels(
         max_columns = STRIP_COLUMNS
     count = int(min(max_columns, span))
 
+    # Steps that were not recorded leave columns empty, which must not divide by 0.
     columns = (steps - steps[0]) * count // span
     column_sizes = np.maximum(np.bincount(columns, minlength=count), 1)
 

@@ -237,12 +237,12 @@ def _drop_repeated_steps(rows: list[Row]) -> list[Row]:
 
     Two recorders of one file leave such rows.
     """
-    kept: list[Row] = []
+    ascending: list[Row] = []
     for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+        while ascending and ascending[-1]["step"] >= row["step"]:
+            ascending.pop()
+        ascending.append(row)
+    return ascending
 
 
 def _leaf_norms(rows: list[Row]) -> tuple[Integers, list[str], Floats]:
@@ -319,34 +319,36 @@ class File:
     def _continue_run(self, step: int) -> bytes:
         """Drop the rows of an earlier run from a step on, and a partial line.
 
-        If no row is left, rename the file. Return the last header that is kept.
+        If no row is left, rename the file. Return the last remaining header.
         """
         if not self.path.exists():
             return b""
         lines = self.path.read_bytes().splitlines(keepends=True)
         lines = [line for line in lines if line.endswith(b"\n")]
 
-        kept = []
-        rows_kept = 0
+        # The beginning of a line has its step, so a long run need not be decoded.
+        remaining = []
+        row_count = 0
         for line in lines:
             match = _STEP.match(line)
             if match is None:
-                kept.append(line)
+                remaining.append(line)
             elif int(match[1]) < step:
-                kept.append(line)
-                rows_kept += 1
+                remaining.append(line)
+                row_count += 1
 
+        # Nothing of another kind of file, or of a finished run, may be lost.
         is_record = bool(lines) and lines[0].startswith(HEADER_START)
-        if not (is_record and rows_kept):
+        if not (is_record and row_count):
             self.path.replace(_unused_path(self.path))
             return b""
 
         # A run that is killed here keeps the whole old file.
         new_file = self.path.with_name(f"{self.path.name}.new")
-        new_file.write_bytes(b"".join(kept))
+        new_file.write_bytes(b"".join(remaining))
         new_file.replace(self.path)
 
-        headers = [line for line in kept if line.startswith(HEADER_START)]
+        headers = [line for line in remaining if line.startswith(HEADER_START)]
         return headers[-1]
 
 

@@ -139,6 +139,7 @@ class Recorder:
         """Whether this process writes; ``None`` until it is known."""
         self._closed = False
         self._process = os.getpid()
+        # Reentrant, because its holders call `flush`, which takes it, too.
         self._lock = threading.RLock()
         if params is not None:
             self.describe(params=params)
@@ -219,6 +220,7 @@ class Recorder:
         _check_one_step(report)
 
         _check_names(extra)
+        # The loss that a trainer has set in advance is that of all accumulated batches.
         if self.loss is not None:
             loss = self.loss
         numbers = {}
@@ -227,6 +229,7 @@ class Recorder:
                 numbers[name] = _check_number(name, number)
         self._check_leaves(leaves)
 
+        # All arguments are valid by now: a call with a mistake takes no number.
         with self._lock:
             step_number = self._next_number(step)
             if self._is_writer(report):

@@ -127,9 +127,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
         ratios = np.where(finite, record.norms, math.nan) / medians
 
     numbers = np.flatnonzero(~finite | (record.norms > thresholds))
+    # Leaves are recorded at every spike, so their medians must exclude the spikes.
     usual_leaf_rows = ~np.isin(record.leaf_steps, record.steps[numbers])
 
-    found = []
+    listed = []
     for number in numbers:
         step = int(record.steps[number])
         spike = Spike(
@@ -139,8 +140,8 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
             skipped=bool(record.skipped[number]),
             leaves=_leaves_with_largest_ratios(record, step, usual_leaf_rows, window),
         )
-        found.append(spike)
-    return found
+        listed.append(spike)
+    return listed
 
 
 def largest(record: Record) -> list[Spike]:

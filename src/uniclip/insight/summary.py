@@ -65,6 +65,7 @@ def summary(record: Record) -> str:
     (powers of four around the median norm).
     """
     spikes = largest(record)
+    # Skipped and non-finite steps have factors that are not 1, too.
     clipped_shares = record.shares[np.isfinite(record.shares) & record.finite & ~record.skipped]
 
     steps = counted(len(record.steps), "step")
@@ -151,6 +152,7 @@ def _advise(record: Record) -> list[str]:
             remedy = "Raise the skip threshold"
         return [f"{remedy}, or lower the learning rate, and record again."]
 
+    # A limit that varies is learned or scheduled, so a constant is no advice.
     norms = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
     limits = record.limits[np.isfinite(record.limits)]
     if not norms.size or np.unique(limits).size > 1:
@@ -158,10 +160,11 @@ def _advise(record: Record) -> list[str]:
 
     power = round(math.log(np.median(norms), 4))
     middle = 4.0 ** min(power, _LARGEST_POWER)
-    one = "try 1, or " if norms.max() > 1 else ""
+    # A limit of 1 would clip nothing if no norm is larger.
+    default = "try 1, or " if norms.max() > 1 else ""
     limits_to_try = f"{middle / 4:g}, {middle:g}, and {4 * middle:g}"
     return [
-        f"Norms alone don't determine the best limit: {one}compare {limits_to_try}",
+        f"Norms alone don't determine the best limit: {default}compare {limits_to_try}",
         "(powers of four around the median norm).",
     ]
 
@@ -222,6 +225,7 @@ def _compare_skip_threshold(record: Record) -> str:
 
 def _judge_limit(record: Record, is_clipped: Booleans) -> list[str]:
     """Return how a limit acts in a run, from the share of steps that it clipped."""
+    # A limit of 0, which zeroes all gradients, has no ratio to a norm.
     usable = np.isfinite(record.limits) & np.isfinite(record.norms) & (record.limits > 0)
     norms = record.norms[usable]
     limits = record.limits[usable]

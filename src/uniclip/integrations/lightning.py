@@ -127,8 +127,8 @@ class ClipGradients(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rules, without hooks in optimizers."""
-        kept = {name: field for name, field in vars(self).items() if name not in _MODULE_METHODS}
-        return kept | {"handles": [], "_numbers": [], "_logged": {}, "_loaded": {}}
+        state = {name: field for name, field in vars(self).items() if name not in _MODULE_METHODS}
+        return state | {"handles": [], "_numbers": [], "_logged": {}, "_loaded": {}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the states that an evaluation has loaded."""
@@ -137,6 +137,7 @@ class ClipGradients(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers, which exist by now but are not yet loaded."""
         _check_trainer(trainer)
+        # An optimizer of an earlier fit may be used again, and would be clipped twice.
         while self.handles:
             self.handles.pop().remove()
 

@@ -138,6 +138,7 @@ def to_optax(
             grads, state.memory, params, axis, loss=extra.get("value"), shared=shared
         )
 
+        # Compiled code cannot branch on the flag, so compute the step and select the results.
         updates, inner_state = inner.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
             zeros = jax.tree.map(jnp.zeros_like, updates)
@@ -221,7 +222,7 @@ def scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
     >>> {name: round(float(value), 2) for name, value in scalars(state).items()}
     {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 1.0}
     """
-    found = {}
+    named_scalars = {}
     states = _clip_states(opt_state)
     for number, state in enumerate(states):
         suffix = "" if len(states) == 1 else f"/{number}"
@@ -230,8 +231,8 @@ def scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
         for name in LOGGED:
             # An NNX variable holds each scalar as its only leaf.
             for scalar in jax.tree.leaves(state.clip.get(name)):
-                found[name + suffix] = scalar
-    return found
+                named_scalars[name + suffix] = scalar
+    return named_scalars
 
 
 def to_dict(rule: AnyRule, opt_state: optax.OptState, params: optax.Params) -> dict[str, Any]:
@@ -269,6 +270,7 @@ def to_dict(rule: AnyRule, opt_state: optax.OptState, params: optax.Params) -> d
     zeros = _zeros_like(params)
     first_state = rule.init(zeros)
 
+    # Flax wraps the arrays of a state, so compare the arrays and not the containers.
     arrays = jax.tree.leaves(state.memory)
     shapes = [jnp.shape(array) for array in arrays]
     expected_shapes = [jnp.shape(array) for array in jax.tree.leaves(first_state)]
@@ -372,6 +374,7 @@ def _is_variable(node: Tree) -> bool:
 
 def _names_in(report: Report) -> list[str]:
     """Return the names of the scalars of reports like this one, which may lack gradients."""
+    # A report without gradients has these fields, but no scalars.
     optional = {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
     return [name for name in LOGGED if optional.get(name, report.finite) is not None]
 
@@ -425,6 +428,7 @@ def _state_for_any_params(rule: BaseRule) -> Tree:
 def _names_for_any_params(rule: BaseRule) -> list[str]:
     """Return the names of the scalars of a rule's reports."""
     if isinstance(rule, Masked):
+        # A mask skips only its own leaves, never the step.
         return [name for name in _names_for_any_params(rule.rule) if name != "clip/skipped"]
 
     names: set[str] = set()
@@ -445,6 +449,7 @@ def _rules_of_one_norm(rule: Rule) -> list[Rule]:
     """Return rules with one norm of all leaves and the limit of one group, in state order."""
     limits = [rule.limit]
     if isinstance(rule.limit, PerGroup):
+        # The states of groups are sorted by their labels.
         by_label = sorted(rule.limit.limits, key=lambda pair: stable(repr(pair[0])))
         limits = [limit for _, limit in by_label]
     return [dataclasses.replace(rule, limit=limit, scope=all_leaves) for limit in limits]

@@ -137,8 +137,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         _check_optimizer(optimizer)
 
-        # The wrapper shares the name, the slots and the other variables of the optimizer, and what
-        # checkpoints will restore.
+        # The wrapper shares the name, the slots and the other variables of the optimizer, and the
+        # values that a checkpoint restores later.
         optimizer._maybe_initialize_trackable()  # noqa: SLF001
         self.__dict__.update(vars(optimizer))
 
@@ -244,7 +244,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         name: str | None,
     ) -> tf.Operation | None:
         """Let the wrapped optimizer take the step, unless the rule skips it."""
-        # Slots that are created in a branch have its name in theirs.
+        # Slots created in a branch would get the branch's name as a prefix.
         with tf.init_scope():
             with_gradient = [variable for grad, variable in pairs if grad is not None]
             self._wrapped._create_slots(with_gradient)  # noqa: SLF001
@@ -270,6 +270,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         if graph in self._rule_states:
             return self._rule_states[graph]
 
+        # Without state there is nothing to keep for a variable.
         params = _name_variables(variables, {}) if self.rule.stateful else {}
         first = self.rule.init(_zeros_like(params))
         names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
@@ -403,6 +404,7 @@ class _RuleState(NamedTuple):
     def assign(self, new: Any, old: Any) -> list[tf.Operation]:
         """Return the operations that assign a new state, after the old one is read."""
         tensors = zip(self.variables, optree.tree_leaves(new), strict=True)
+        # In a graph, operations without such an edge run in any order.
         with tf.control_dependencies(optree.tree_leaves(old)):
             return [variable.assign(tensor, read_value=False) for variable, tensor in tensors]
 
@@ -437,17 +439,16 @@ def _create_resource_variable(
 
 
 def _name_variables(
-    variables: list[tf.Variable], known: dict[str, tf.Variable]
+    variables: list[tf.Variable], named_before: dict[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return variables by name, with the names of the known ones; raise if one occurs twice.
-
-    Eager variables may share a name, and get numbers as in a graph.
-    """
-    by_name = dict(known)
-    names = {id(variable): name for name, variable in known.items()}
+    """Return variables by name, with their earlier names; raise if a variable occurs twice."""
+    by_name = dict(named_before)
+    # Variables compare element by element, so look for the objects.
+    names = {id(variable): name for name, variable in named_before.items()}
 
     named: dict[str, tf.Variable] = {}
     for variable in variables:
+        # Eager variables may share a name, and get numbers as in a graph.
         if id(variable) not in names:
             name = _unused_name(variable.name.split(":")[0], by_name)
             by_name[name] = variable

@@ -111,7 +111,7 @@ class LogClipping(keras.callbacks.Callback):
 
     def _read(self) -> None:
         """Read and reset the statistics accumulated since the last call."""
-        # On JAX, fit holds the variables outside of the optimizer during an epoch.
+        # On JAX, fit updates the variables only at the end of an epoch, or in this call.
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
 

@@ -32,8 +32,10 @@ def paths_of(variables: Sequence[keras.Variable]) -> tuple[str, ...]:
 
 def value_of(variable: keras.Variable | tf.Variable) -> Tensor:
     """Return the value of a variable of Keras or TensorFlow, an array of the framework."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    return keras.ops.convert_to_tensor(value)
+    # A variable of TensorFlow 2 can be converted as it is.
+    if isinstance(variable, keras.Variable):
+        return keras.ops.convert_to_tensor(variable.value)
+    return keras.ops.convert_to_tensor(variable)
 
 
 def zeros_like(variable: keras.Variable) -> np.ndarray[Any, Any]:
@@ -119,5 +121,5 @@ def _run_if_in_jax(
         return [scope.get_current_value(variable) for variable in variables]
 
     values = keras.ops.cond(flag, compute_new_values, lambda: old_values)
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    for variable, new_value in zip(variables, values, strict=True):
+        variable.assign(new_value)
