@@ -329,10 +329,13 @@ class File:
         # The beginning of a line has its step, so a long run need not be decoded.
         remaining = []
         row_count = 0
+        last_header = b""
         for line in lines:
             match = _STEP.match(line)
             if match is None:
                 remaining.append(line)
+                if line.startswith(HEADER_START):
+                    last_header = line
             elif int(match[1]) < step:
                 remaining.append(line)
                 row_count += 1
@@ -347,9 +350,7 @@ class File:
         new_file = self.path.with_name(f"{self.path.name}.new")
         new_file.write_bytes(b"".join(remaining))
         new_file.replace(self.path)
-
-        headers = [line for line in remaining if line.startswith(HEADER_START)]
-        return headers[-1]
+        return last_header
 
 
 def _unused_path(path: Path) -> Path:

@@ -245,16 +245,20 @@ class Recorder:
         self, count: int, report: dict[str, Any], step: int | None, numbers: Mapping[str, Any]
     ) -> None:
         """Record the steps of a scan, whose values are read together."""
-        numbers = {name: array for name, array in numbers.items() if array is not None}
+        arrays = {}
         for name, array in numbers.items():
+            if array is None:
+                continue
             shape = tuple(getattr(array, "shape", ()))
             check(name, array, shape[:1] == (count,), f"an array for all {count} steps")
+            arrays[name] = array
 
-        report, numbers = read_arrays((report, numbers))
+        report, arrays = read_arrays((report, arrays))
         for index in range(count):
-            scalars = {name: array[index, ...] for name, array in report.items()}
-            others = {name: array[index, ...] for name, array in numbers.items()}
-            self(scalars, None if step is None else step + index, **others)
+            scalars_of_step = {name: array[index, ...] for name, array in report.items()}
+            numbers_of_step = {name: array[index, ...] for name, array in arrays.items()}
+            number = None if step is None else step + index
+            self(scalars_of_step, number, **numbers_of_step)
 
     def norms_of(self, grads: Tree) -> Norms | None:
         """Return the norms of the leaves before clipping, ``None`` if they are not recorded."""

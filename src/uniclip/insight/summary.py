@@ -82,26 +82,24 @@ def summary(record: Record) -> str:
 
 def _count_steps(record: Record, clipped_shares: Floats) -> list[str]:
     """Return how many steps were clipped, skipped and non-finite."""
-    any_skipped = record.skipped.any()
     skipped = f"{record.skipped.sum():,} skipped"
-
-    clipped = ""
-    if clipped_shares.size:
-        is_clipped = clipped_shares > 0
-        of_others = " of the others" if any_skipped else ""
-        clipped = f"{_percent(is_clipped)}{of_others} clipped"
-        # With several norms in a step, often only some of them are clipped.
-        if (clipped_shares[is_clipped] < 1).any():
-            clipped += f" ({_percent(clipped_shares)} of the norms)"
-
     nonfinite_steps = record.steps[~record.finite]
     nonfinite = f"{len(nonfinite_steps):,} non-finite"
     if len(nonfinite_steps):
         nonfinite += f" (first at step {nonfinite_steps[0]:,})"
 
-    # "of the others" needs the number of skipped steps before it.
-    counts = [skipped, clipped, nonfinite] if any_skipped else [clipped, skipped, nonfinite]
-    return [count for count in counts if count]
+    if not clipped_shares.size:
+        return [skipped, nonfinite]
+    is_clipped = clipped_shares > 0
+    clipped = _percent(is_clipped)
+    # With several norms in a step, often only some of them are clipped.
+    of_norms = ""
+    if (clipped_shares[is_clipped] < 1).any():
+        of_norms = f" ({_percent(clipped_shares)} of the norms)"
+
+    if record.skipped.any():
+        return [skipped, f"{clipped} of the others clipped{of_norms}", nonfinite]
+    return [f"{clipped} clipped{of_norms}", skipped, nonfinite]
 
 
 def _describe_norms(record: Record) -> list[str]:

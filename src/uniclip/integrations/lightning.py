@@ -251,6 +251,7 @@ def _to_rules(
 
 def _log(pl_module: LightningModule, report: Report, suffix: str) -> None:
     """Log the scalars of a report."""
+    # Without a batch size, Lightning infers one from the batch, and may warn.
     for key, scalar in report.scalars().items():
         if key in AVERAGED:
             pl_module.log(

@@ -167,8 +167,11 @@ def _init_for(
 
     # A mask may select no leaf, so that the report is empty.
     names = _names_in(report) or _names_for_any_params(rule)
-    dtypes = {name: getattr(first.get(name), "dtype", jnp.float32) for name in names}
-    return rule_state, {name: jnp.zeros((), dtype) for name, dtype in dtypes.items()}
+    clip = {}
+    for name in names:
+        dtype = getattr(first.get(name), "dtype", jnp.float32)
+        clip[name] = jnp.zeros((), dtype)
+    return rule_state, clip
 
 
 def _keep_dtypes(

@@ -158,6 +158,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
         See ``tf.compat.v1.train.Optimizer``.
         """
+        # The rule may use the loss, which `apply_gradients` does not get.
         if not callable(loss):
             self.loss = loss
             return super().minimize(loss, *args, **kwargs)

@@ -170,6 +170,7 @@ class ClipGradients(TrainerCallback):
         self.handle = attach(
             optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names
         )
+        # The statistics for the logs start with this call.
         self.handle.logs()
         self._last_report = None
         self._restore(self.handle, state)
@@ -305,6 +306,7 @@ class ClippedTrainer:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
         created = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         optimizer = self.optimizer if created is None else created
+        # The Trainer may call this again, for the same optimizer or for a new one.
         if self.clipping is not None:
             if self.clipping.optimizer is find_stepped(optimizer).outer:
                 return optimizer
@@ -315,6 +317,7 @@ class ClippedTrainer:
         model = next(iter(args), kwargs.get("model")) or self.model
         names = names_in(model, optimizer)
         self.clipping = attach(optimizer, self._rule, self._all_reduce, self._shared, names=names)
+        # The statistics for the logs start with this call.
         self.clipping.logs()
         return optimizer
 
@@ -354,6 +357,7 @@ class ClippedTrainer:
         # A log without a loss is one of an evaluation.
         if self.clipping is not None and "loss" in logs:
             scalars = self.clipping.logs()
+        # The Trainer got the placeholder of `_get_grad_norm`.
         if "grad_norm" in logs and NORM in scalars:
             logs = logs | {"grad_norm": scalars[NORM]}
         super().log({**logs, **scalars}, *args, **kwargs)  # type: ignore[misc]

@@ -127,6 +127,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             return f"<ClippedOptimizer: {optimizer}, not built>"
 
         variables = counted(len(self._paths), "variable")
+        # While a step is compiled, the number of steps has no value.
         iterations: Any = value_of(self.iterations)
         if is_traced(iterations):
             return f"<ClippedOptimizer: {optimizer} of {variables}>"
@@ -280,6 +281,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     ) -> tuple[list[Tensor], Report]:
         """Run the rule, and store its state and its scalars in the variables."""
         paths = [self._paths[self._get_variable_index(variable)] for variable in variables]
+        # A variable that gets no gradient in this step keeps its state.
         tree: OrderedDict[str, Any] = OrderedDict.fromkeys(self._paths)
         tree.update(zip(paths, grads, strict=True))
         values = map(value_of, self._trainable_variables)
@@ -360,6 +362,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         Means and the largest norm are NaN if it has no step.
         """
         *sums, count, largest = map(float, window[-_ACCUMULATED:])
+        # A window begins with the scalars of the last step.
         values = dict(zip(LOGGED, map(float, window), strict=False))
         for name, total in zip(AVERAGED, sums, strict=True):
             values[name] = total / count if count else math.nan
