@@ -34,10 +34,10 @@ import numpy.typing as npt
 
 from uniclip._errors import counted
 from uniclip.report import UNLIMITED
-from uniclip.rule import BaseRule
 
 if TYPE_CHECKING:
     from uniclip.insight.recorder import Recorder
+    from uniclip.rule import BaseRule
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
