@@ -274,7 +274,7 @@ def test_a_scan_is_recorded(tmp_path: Path) -> None:
         losses = scan_it_all("uniclip", lambda told: record(told[0], loss=told[1]))
     run = insight.read(tmp_path / "run.jsonl")
     np.testing.assert_allclose(run.losses, losses)
-    assert insight.summary(run).startswith("clipped 100 %: the limit is a normalizer")
+    assert insight.summary(run).startswith("100% of steps clipped: the limit acts as a normalizer")
 
 
 @pytest.mark.needs("torch")
@@ -312,6 +312,6 @@ def test_what_was_clipped_before(tmp_path: Path) -> None:
         handle = attach(agent.optimizer, uc.by_global_norm(LIMIT), record=record)
         agent.learn()
     assert str(handle.report) == f"norm {LIMIT}, limit {LIMIT}, not clipped, finite"
-    assert "something else seems to clip before" in insight.summary(
+    assert "something else seems to clip first" in insight.summary(
         insight.read(tmp_path / "run.jsonl")
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Run the command ``uniclip``, which is in `uniclip.insight.command`: ``python -m uniclip``."""
+"""Run ``python -m uniclip``: the command ``uniclip``, defined in `uniclip.insight.command`."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Warn at the line of the user, however many calls of libraries lie between."""
+"""Issue warnings that point at the user's own line, however many library calls lie between."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-_PACKAGES = {"site-packages", "dist-packages"}
-_STANDARD = (str(Path(os.__file__).parent), "<frozen ")
+_PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+_STANDARD_LIBRARY = (str(Path(os.__file__).parent), "<frozen ")
 
 
 def warn(message: str) -> None:
-    """Warn, once for each line of the user."""
-    frame = _find_line_of_user()
+    """Issue a ``UserWarning``, once for each line of the user's code."""
+    frame = _find_user_frame()
+
     warnings.warn_explicit(
         message,
         UserWarning,
@@ -27,32 +28,37 @@ def warn(message: str) -> None:
     )
 
 
-def _find_line_of_user() -> FrameType:
-    """Return the innermost frame of code that is not installed; if there is none,
-    of code that is not uniclip's.
+def _find_user_frame() -> FrameType:
+    """Return the innermost frame of code that is not installed.
 
-    A fixed stack level would be wrong: a step is called from a loop, through the hooks of a
-    framework, or by a trainer.
+    If there is none, return the innermost frame outside uniclip.
     """
+    # A fixed stack level would be wrong: a step is called from a loop, through a framework's
+    # hooks, or by a trainer.
     frames = list(_walk_stack(sys._getframe(2)))  # noqa: SLF001 - as the warnings module does
-    outside = [frame for frame in frames if not _is_ours(frame)] or frames
-    return next(
-        (frame for frame in outside if not _is_installed(frame.f_code.co_filename)), outside[0]
-    )
+    outside = [frame for frame in frames if not _is_uniclip(frame)] or frames
+
+    for frame in outside:
+        if not _is_installed(frame.f_code.co_filename):
+            return frame
+    return outside[0]
 
 
 def _walk_stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it, innermost first."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_uniclip(frame: FrameType) -> bool:
     """Return whether a frame runs code of uniclip."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "uniclip"
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] == "uniclip"
 
 
 def _is_installed(file: str) -> bool:
-    """Return whether a file is part of Python, or of an installed package."""
-    return file.startswith(_STANDARD) or not _PACKAGES.isdisjoint(Path(file).parts)
+    """Return whether a file belongs to Python or to an installed package."""
+    if file.startswith(_STANDARD_LIBRARY):
+        return True
+    return not _PACKAGE_FOLDERS.isdisjoint(Path(file).parts)

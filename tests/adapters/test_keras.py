@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "gradient_accumulation_steps=4",
     ),
     "scaling": (lambda: clipped(SGD(loss_scale_factor=4.0)), ValueError, "loss_scale_factor=4"),
-    "clips nothing": (lambda: clipped(SGD(clipnorm=0.0)), ValueError, "which Keras takes for none"),
+    "clips nothing": (lambda: clipped(SGD(clipnorm=0.0)), ValueError, "since Keras ignores it"),
     "no numbers": (
         lambda: fit(compiled(sgd()), FINITE, LogClipping()),
         TypeError,

@@ -217,7 +217,7 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     record = Recorder(tmp_path / "sub" / "run.jsonl", every=2)
     (tmp_path / "sub").rmdir()
     record(report_of(1.0))
-    with pytest.warns(UserWarning, match="recording stops: .*No such file") as seen:
+    with pytest.warns(UserWarning, match="the recorder stopped: .*No such file") as seen:
         record(report_of(1.0))
     assert [one.filename for one in seen] == [__file__]
     record(report_of(1.0))
@@ -289,7 +289,7 @@ def test_threads(tmp_path: Path) -> None:
         (
             lambda record: record(report_of(1.0), step=3),
             ValueError,
-            "above the last one that was recorded, 3, got 3",
+            "above the last recorded step, 3, got 3",
         ),
         (
             lambda record: record(report_of(1.0), loss="low"),
@@ -331,7 +331,11 @@ def test_wrong_arguments_of_a_call(
         ({"every": 0}, ValueError, "every must be .* 1"),
         ({"every": 2.5}, TypeError, "every must be a whole number"),
         ({"leaves": "some"}, TypeError, 'leaves must be True, False or "all"'),
-        ({"to": Path("nowhere", "run.jsonl")}, FileNotFoundError, "there is no folder '.*nowhere'"),
+        (
+            {"to": Path("nowhere", "run.jsonl")},
+            FileNotFoundError,
+            "folder '.*nowhere' doesn't exist",
+        ),
         ({"rule": 3}, TypeError, "rule must be"),
     ],
 )
@@ -534,6 +538,6 @@ def test_a_file_that_is_read_while_it_is_recorded(tmp_path: Path) -> None:
         record(uc.clip([np.asarray([size])], uc.by_norm(1.0))[1])
     found = insight.read(path)
     assert found.norms.tolist() == [1.0, 2.0, 3.0]
-    assert repr(found) == "<Record: 3 steps, an unknown rule>"
+    assert repr(found) == "<Record: 3 steps, unknown rule>"
     with pytest.raises(TypeError, match="ravel those of nested scans"):
         record({"clip/norm": np.ones((2, 3))})

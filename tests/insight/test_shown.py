@@ -107,7 +107,7 @@ def test_no_spike_is_lost_in_a_long_run() -> None:
     assert (
         abs(points[points[:, 1].argmax(), 0] - 778) <= 100_000 / lines(ax)["norm"].get_xdata().size
     )
-    assert "778" in texts(ax)
+    assert "step 778" in texts(ax)
 
 
 def test_steps_are_shown() -> None:
@@ -120,15 +120,15 @@ def test_steps_are_shown() -> None:
     found = {name: list(record.steps[drawn > 0]) for name, drawn in strips(ax).items()}
     assert found["clipped"] == list(record.steps[(record.norms > 1) & ~record.skipped])
     assert found["skipped"] == [120]
-    assert found["not finite"] == [60, 61]
+    assert found["non-finite"] == [60, 61]
     assert set(lines(ax)["limit"].get_ydata()) == {1.0}
     (loss,) = [line for child in ax.child_axes for line in child.get_lines()]
     assert list(loss.get_ydata()) == list(record.losses)
     first = {
         spike.step: spike.leaves[0][0] for spike in spikes(record) if math.isfinite(spike.ratio)
     }
-    assert {"100", "120"} <= {text.split()[0] for text in texts(ax)}
-    assert set(texts(ax)) == {f"{step} {leaf}" for step, leaf in first.items()}
+    assert {"step 100", "step 120"} <= {text.split(":")[0] for text in texts(ax)}
+    assert set(texts(ax)) == {f"step {step}: {leaf}" for step, leaf in first.items()}
 
 
 def test_lines_are_named_beside_their_ends() -> None:
@@ -140,14 +140,14 @@ def test_lines_are_named_beside_their_ends() -> None:
     )
     for record, names in [
         (recorded.run(60), ["norm", "limit"]),
-        (skipping, ["norm", "limit", "skips above"]),
+        (skipping, ["norm", "limit", "skip threshold"]),
     ]:
         ax = plot(record, Figure().subplots())
         written = [text for text in ax.texts if text.get_transform() == ax.transAxes]
         assert sorted(text.get_text() for text in written) == sorted(names)
         heights = sorted(text.get_position()[1] for text in written)
         assert all(high - low > 0.06 for low, high in itertools.pairwise(heights))
-    assert set(lines(ax)["skips above"].get_ydata()) == {4.0}
+    assert set(lines(ax)["skip threshold"].get_ydata()) == {4.0}
 
 
 def test_lines_that_end_at_one_place() -> None:
@@ -303,20 +303,21 @@ def test_a_summary() -> None:
     above = np.mean(record.norms[finite] > 0.25)
     median = np.median(record.norms[finite])
     assert "400 steps" in text
-    assert "not finite 1 (first step 100)" in text
+    assert "1 non-finite (first at step 100)" in text
     assert f"p50 {median:.3g}" in text
-    assert f"0.25: {100 * above:.2g} %" in text
-    assert "step 300, " in text
-    assert "first in layers." in text
+    assert f"0.25: {100 * above:.2g}%" in text
+    assert "step 300: " in text
+    assert "largest change in layers." in text
     for power in (-3, 0, 3):
         other = record._replace(norms=record.norms * 4.0**power)
         wanted = [4.0 ** round(math.log(median, 4) + power) * part for part in (0.25, 1, 4)]
-        assert "{:g}, {:g} and {:g}".format(*wanted) in summary(other)
+        assert "{:g}, {:g}, and {:g}".format(*wanted) in summary(other)
 
 
 FIRST = {
     (
-        "82 of 85 steps skipped, the last 82 in a row: the bound 2 is below the usual norm 3.6"
+        "82 of 85 steps skipped, the last 82 in a row: "
+        "the skip threshold 2 is below the median norm 3.6"
     ): recorded.run(
         85,
         norms=np.full(85, 3.6),
@@ -326,11 +327,12 @@ FIRST = {
     "30 of 200 steps skipped, the last 30 in a row": recorded.run(
         200, skipped=np.arange(200) >= 170
     ),
-    "not finite from step 31 on, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
-    "many norms are 0.6 and none is larger: something else seems to clip before": recorded.run(
+    "non-finite from step 31 to the end, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
+    "many norms are 0.6 and none is larger: something else seems to clip first": recorded.run(
         60, norms=np.minimum(recorded.run(60).norms, 0.6), limits=np.ones(60), shares=np.zeros(60)
     ),
-    "never clipped: norms are at most 0.1 of the limit": recorded.run(  # and few different ones
+    # A maximum that is reached often, among few different norms.
+    "never clipped: the largest norm is 0.1 times the limit": recorded.run(
         60, norms=np.arange(60) % 3 / 2, limits=np.full(60, 10.0), shares=np.zeros(60)
     ),
     "50 of 60 steps skipped, the last 50 in a row": recorded.run(  # not for a bound
@@ -346,17 +348,19 @@ FIRST = {
     "31 of 60 steps skipped": recorded.run(
         60, skipped=np.arange(60) % 2 + (np.arange(60) == 58) > 0
     ),
-    "clipped 100 %: the limit is a normalizer": recorded.run(
+    "100% of steps clipped: the limit acts as a normalizer": recorded.run(
         60, limits=np.full(60, 1e-3), shares=np.ones(60)
     ),
-    "clipped 25 %: the limit is a step-size limiter": recorded.run(
+    "25% of steps clipped: the limit acts as a step-size limiter": recorded.run(
         60, shares=np.arange(60) % 4 == 0
     ),
-    "clipped 5 %: the limit is a safety net": recorded.run(60, shares=np.arange(60) % 20 == 0),
-    "never clipped: norms are at most 0.05 of the limit": recorded.run(
+    "5% of steps clipped: the limit acts as a safety net": recorded.run(
+        60, shares=np.arange(60) % 20 == 0
+    ),
+    "never clipped: the largest norm is 0.05 times the limit": recorded.run(
         60, norms=np.full(60, 5.0), limits=np.full(60, 100.0), shares=np.zeros(60)
     ),
-    "many norms are 0.5 and none is larger: something else seems to clip before": recorded.run(
+    "many norms are 0.5 and none is larger: something else seems to clip first": recorded.run(
         60,
         norms=np.minimum(recorded.run(60).norms, 0.5),
         limits=np.full(60, 0.5),
@@ -378,19 +382,22 @@ def test_what_a_summary_advises() -> None:
     record = recorded.run(60, norms=np.full(60, 0.3), limits=np.ones(60), shares=np.zeros(60))
     assert (
         summary(record).splitlines()[-2]
-        == "No limit follows from norms alone: compare 0.0625, 0.25 and 1,"
+        == "Norms alone don't determine the best limit: compare 0.0625, 0.25, and 1"
     )
     assert ": try 1, or compare " in summary(record._replace(norms=np.linspace(0.3, 2.0, 60)))
     dead = summary(record._replace(skipped=np.arange(60) > 9))
-    assert dead.endswith("\nRaise the bound, or lower the learning rate, and record again.")
-    assert "No limit" not in dead
+    assert dead.endswith(
+        "\nRaise the skip threshold, or lower the learning rate, and record again."
+    )
+    assert "best limit" not in dead
     nan = summary(record._replace(skipped=np.arange(60) > 9, finite=np.arange(60) <= 9))
     assert nan.endswith(
-        "\nLook for what is not finite, or lower the learning rate, and record again."
+        "\nFind the cause of the non-finite gradients, or lower the learning rate, "
+        "and record again."
     )
-    assert "No limit" not in summary(record._replace(limits=np.linspace(1.0, 2.0, 60)))
+    assert "best limit" not in summary(record._replace(limits=np.linspace(1.0, 2.0, 60)))
     broken = summary(recorded.run(60, broken=range(31, 61)))
-    assert "the limit is" not in broken
+    assert "the limit acts" not in broken
 
 
 def test_a_row_of_spikes_is_one() -> None:
@@ -398,16 +405,16 @@ def test_a_row_of_spikes_is_one() -> None:
     the large one of a spike that grows, and NaN.
     """
     level = np.where(np.arange(200) < 120, 1.0, 900.0)
-    assert "1 spike:\n  step 121, 900 times the median\n" in summary(recorded.run(200, norms=level))
+    assert "1 spike:\n  step 121: 900 times the median\n" in summary(recorded.run(200, norms=level))
     growing = np.ones(200)
     growing[120:123] = 6.0, 900.0, 800.0
-    assert "1 spike:\n  step 122, 900 times the median\n" in summary(
+    assert "1 spike:\n  step 122: 900 times the median\n" in summary(
         recorded.run(200, norms=growing)
     )
     growing[121] = np.nan
     text = summary(recorded.run(200, norms=growing, broken=[122]))
     assert (
-        "3 spikes:\n  step 122, not finite\n  step 123, 800 times the median\n  step 121, 6 "
+        "3 spikes:\n  step 122: non-finite\n  step 123: 800 times the median\n  step 121: 6 "
         "times the median\n"
     ) in text
 
@@ -415,8 +422,8 @@ def test_a_row_of_spikes_is_one() -> None:
 def test_a_rule_that_is_not_known() -> None:
     """Where nobody told the recorder the rule, the summary names its limit, if there is one."""
     record = recorded.run(20, rule="", limits=np.full(20, 0.5))
-    assert ", limit 0.5 of an unknown rule: " in summary(record)
-    assert ", an unknown rule: " in summary(record._replace(limits=np.arange(1.0, 21.0)))
+    assert ", unknown rule with limit 0.5: " in summary(record)
+    assert ", unknown rule: " in summary(record._replace(limits=np.arange(1.0, 21.0)))
 
 
 def test_bounds_of_runs_that_skip() -> None:
@@ -433,22 +440,23 @@ def test_bounds_of_runs_that_skip() -> None:
         assert {
             value
             for line in ax.get_lines()
-            if line.get_label() == "skips above"
+            if line.get_label() == "skip threshold"
             for value in line.get_ydata()
         } == bounds
-    assert "skips above" not in lines(
+    assert "skip threshold" not in lines(
         plot(recorded.run(60, skipped=skipped, thresholds=levels), Figure().subplots())
     )
     text = summary(recorded.run(60, skipped=np.arange(60) > 20, thresholds=np.full(60, 0.01)))
     assert text.startswith(
-        "39 of 60 steps skipped, the last 39 in a row: the bound 0.01 is below the usual norm 0."
+        "39 of 60 steps skipped, the last 39 in a row: "
+        "the skip threshold 0.01 is below the median norm 0."
     )
 
 
 def test_steps_in_a_row_that_are_not_finite() -> None:
     """Only the first is listed, so that the spike before them is seen."""
     text = summary(recorded.run(200, spikes=[95], broken=range(101, 201)))
-    assert [line.split(",")[0] for line in text.splitlines() if line.startswith("  ")] == [
+    assert [line.split(":")[0] for line in text.splitlines() if line.startswith("  ")] == [
         "  step 101",
         "  step 95",
     ]
@@ -462,9 +470,9 @@ def test_what_a_summary_counts_as_clipped() -> None:
     record = recorded.run(
         20, norms=np.full(20, 0.5), skipped=skipped, shares=shares, factors=1 - shares
     )
-    assert ": skipped 12, clipped 0 % of the others, not finite 0\n" in summary(record)
+    assert ": 12 skipped, 0% of the others clipped, 0 non-finite\n" in summary(record)
     record = recorded.run(20, norms=np.full(20, 5.0), shares=np.full(20, 0.25))
-    assert ": clipped 100 % (25 % of the norms), skipped 0" in summary(record)
+    assert ": 100% clipped (25% of the norms), 0 skipped" in summary(record)
 
 
 @pytest.mark.parametrize("name", ["run.html", "run.svg", "run.png", "run.pdf"])

@@ -140,7 +140,7 @@ def test_clipped_before(tmp_path: Path) -> None:
     with insight.Recorder(tmp_path / "run.jsonl") as record:
         attach(made.policy.optimizer, RULE, record=record)
         made.learn(64)
-    assert "something else seems to clip before" in insight.summary(
+    assert "something else seems to clip first" in insight.summary(
         insight.read(tmp_path / "run.jsonl")
     )
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""See what clipping does: record a run, read it, find its spikes, replay other rules on it,
-sum it up, plot it.
+"""Inspect what clipping does: record a run, read it, find its spikes, replay other rules, plot it.
 
-``import uniclip`` does not import it, and matplotlib is imported only for drawing.
+``import uniclip`` does not import this package, and only drawing imports matplotlib.
 """
 
 from __future__ import annotations

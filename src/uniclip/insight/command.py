@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command ``uniclip``: sum up a recorded run, in the terminal, as a page, or as a picture."""
+"""The command ``uniclip``: summarize a recorded run in the terminal, as a page, or as a figure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from uniclip._version import version
 from uniclip.insight.page import page
-from uniclip.insight.plot import plot
-from uniclip.insight.record import read
+from uniclip.insight.plot import save_plot
+from uniclip.insight.record import Record, read
 from uniclip.insight.summary import printable, summary
 
-_PICTURES = ".svg", ".png", ".pdf"
+_SUFFIXES = {".html", ".svg", ".png", ".pdf"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,50 +24,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        By default those of the command line.
+        By default, those of the command line.
 
     Returns
     -------
     int
-        The exit status: 0, or 2 if a file or library is missing or damaged, or a file cannot be
-        written.
+        The exit status: 0, or 2 if a file or library is missing, a file is damaged, or a file
+        cannot be written.
     """
-    parser = argparse.ArgumentParser(
-        "uniclip", description="See what gradient clipping did in a recorded run."
-    )
-    parser.add_argument("--version", action="version", version=f"uniclip {version()}")
-    parser.add_argument("run", type=Path, help="a file of uniclip.insight.Recorder")
-    parser.add_argument(
-        "-o",
-        metavar="FILE",
-        type=_output,
-        help="write a page (.html) or a picture (.svg, .png, .pdf)",
-    )
-    chosen = parser.parse_args(arguments)
+    options = _parse(arguments)
+    # The terminal may lack a character of a name.
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+        sys.stdout.reconfigure(errors="replace")
+
     try:
-        record = read(chosen.run)
-        if chosen.o is not None and chosen.o.suffix == ".html":
-            chosen.o.write_text(page(record), encoding="utf-8")
-        elif chosen.o is not None:
-            plot(record).figure.savefig(chosen.o)
+        record = read(options.run)
+        if options.o is not None:
+            _write(record, options.o)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
-        print(f"uniclip: {printable(' '.join(text.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
+        message = printable(" ".join(_describe(error).split()))
+        print(f"uniclip: {message}", file=sys.stderr)  # noqa: T201 - a command prints
         return 2
+
     try:
         print(summary(record), flush=True)  # noqa: T201 - a command prints
     except BrokenPipeError:
-        # or Python complains at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Python would flush again at exit, and complain.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
     return 0
 
 
-def _output(text: str) -> Path:
-    """Return the path of a file to write; its end says what."""
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        "uniclip", description="Summarize what gradient clipping did in a recorded training run."
+    )
+    parser.add_argument("--version", action="version", version=f"uniclip {version()}")
+    parser.add_argument(
+        "run", type=Path, help="a recorded run: a file written by uniclip.insight.Recorder"
+    )
+    parser.add_argument(
+        "-o",
+        metavar="FILE",
+        type=_output_path,
+        help="also write a page (.html) or a figure (.svg, .png, .pdf) to this file",
+    )
+    return parser.parse_args(arguments)
+
+
+def _output_path(text: str) -> Path:
+    """Return the path of a file to write, whose suffix is its format."""
     path = Path(text)
-    if path.suffix not in {".html", *_PICTURES}:
-        msg = f"the name of the file must end in .html, {', '.join(_PICTURES)}, got {text!r}"
+    if path.suffix not in _SUFFIXES:
+        msg = f"expected a file name that ends in .html, .svg, .png, or .pdf, got {text!r}"
         raise argparse.ArgumentTypeError(msg)
     return path
+
+
+def _write(record: Record, path: Path) -> None:
+    """Write a page or a figure of a run."""
+    if path.suffix == ".html":
+        path.write_text(page(record), encoding="utf-8")
+    else:
+        save_plot(record, path)
+
+
+def _describe(error: Exception) -> str:
+    """Return the message of an error, for an operating system error with its file."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A recorded run as one page of HTML, for a browser, without script and without network."""
+"""Show a recorded run as one HTML page, which needs no script and no network."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import Spike, largest
 from uniclip.insight.summary import name_rule, printable, summary
 
-_MOST = 50
+_MAX_SPIKES = 50
 """The number of spikes that are listed."""
-_INK = "#010203"
-"""A color used nowhere else; in the page it becomes that of the text."""
+_TEXT_COLOR = "#010203"
+"""A color used nowhere else, which becomes the text color of the page."""
 _STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "uniclip",  # the same bytes each time
     "font.family": "sans-serif",
     "savefig.facecolor": "none",
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
-    **dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK
-    ),
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "text.color": _TEXT_COLOR,
+    "axes.edgecolor": _TEXT_COLOR,
+    "axes.labelcolor": _TEXT_COLOR,
+    "xtick.color": _TEXT_COLOR,
+    "ytick.color": _TEXT_COLOR,
 }
-_SIZE = 5.6, 3.2
-"""In inches; narrow, so that text of 10 points can be read on a phone."""
+_FIGURE_SIZE = 5.6, 3.2
+"""In inches; narrow, so that text of 10 points is readable on a phone."""
 
 
 def page(record: Record) -> str:
@@ -45,45 +48,51 @@ def page(record: Record) -> str:
     ModuleNotFoundError
         If matplotlib is not installed.
     """
-    found = largest(record)
-    rows = "".join(map(_row, found[:_MOST])) or '<tr><td colspan="4">none</td></tr>'
-    title = escape(name_rule(record))
-    template = Template(files("uniclip.insight").joinpath("page.html").read_text(encoding="utf-8"))
-    more = f"The {_MOST} largest of {len(found):,}." if len(found) > _MOST else ""
-    return template.substitute(
-        title=title,
+    spikes = largest(record)
+    rows = "".join([_table_row(spike) for spike in spikes[:_MAX_SPIKES]])
+    shown = ""
+    if len(spikes) > _MAX_SPIKES:
+        shown = f"The table shows the {_MAX_SPIKES} largest of {len(spikes):,} spikes."
+
+    html = files("uniclip.insight").joinpath("page.html").read_text(encoding="utf-8")
+    return Template(html).substitute(
+        title=escape(name_rule(record)),
         summary=escape(summary(record)),
         figure=_figure(record),
-        spikes=rows,
-        more=more,
+        spikes=rows or '<tr><td colspan="4">none</td></tr>',
+        shown=shown,
         version=version(),
     )
 
 
-def _row(spike: Spike) -> str:
-    """Return the row of a spike."""
-    norm = f"{spike.norm:.3g}" if math.isfinite(spike.norm) else "not finite"
+def _table_row(spike: Spike) -> str:
+    """Return the table row of a spike."""
+    norm = f"{spike.norm:.3g}" if math.isfinite(spike.norm) else "non-finite"
+    if spike.skipped:
+        norm += ", skipped"
     ratio = f"{spike.ratio:.3g}" if math.isfinite(spike.ratio) else ""
-    leaves = ", ".join([f"{printable(label)} ({times:.2g})" for label, times in spike.leaves])
-    cells = [f"{spike.step:,}", norm + (", skipped" if spike.skipped else ""), ratio, leaves]
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+    leaves = [f"{printable(label)} ({ratio:.2g})" for label, ratio in spike.leaves]
+
+    texts = [f"{spike.step:,}", norm, ratio, ", ".join(leaves)]
+    cells = [f"<td>{escape(text)}</td>" for text in texts]
+    return f"<tr>{''.join(cells)}</tr>\n"
 
 
 def _figure(record: Record) -> str:
-    """Return the figure as an element of a page, in the color of its text."""
+    """Return the figure as an element of a page, in the text color of the page."""
     with needs("matplotlib", INSTALL):
         import matplotlib.style  # noqa: PLC0415 - takes longer to import than uniclip
         from matplotlib.figure import Figure  # noqa: PLC0415
+
     file = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a browser has more fonts
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        # A browser has fonts for letters that matplotlib lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        figure = Figure(figsize=_FIGURE_SIZE, layout="constrained")
         plot(record, figure.subplots())
-        figure.savefig(
-            file,
-            format="svg",
-            dpi=200,
-            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
-        )
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", dpi=200, metadata=no_metadata)
+
     svg = file.getvalue()
-    return svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    element = svg[svg.index("<svg") :]
+    return element.replace(_TEXT_COLOR, "currentColor")

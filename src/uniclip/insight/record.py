@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A recorded run: the file that a recorder writes, and its columns as NumPy arrays.
 
-A file of `uniclip.insight.Recorder` is JSON Lines. The first line is a header, with the version of
-the format, and the rule if it is known; a run that goes on with another rule has another header
-there::
+A file of `uniclip.insight.Recorder` is JSON Lines. The first line is a header with the version of
+the format and, if it is known, the rule. A run that continues with another rule has another header
+at that point::
 
     {"uniclip": 1, "rule": "uc.by_global_norm(1.0)"}
 
@@ -12,11 +12,12 @@ Then there is one line for each step::
     {"step": 1, "norm": 13.0, "limit": 1.0, "factor": 0.0769, "share": 1.0, "loss": 2.3}
 
 ``norm`` is the largest norm before clipping, ``limit`` the smallest limit, ``factor`` the smallest
-factor, ``share`` the share of the factors that are not 1, as in `uniclip.Report.scalars`. Where
+factor, ``share`` the fraction of the factors that are not 1, as in `uniclip.Report.scalars`. If
 they exist there are also ``threshold``, ``skipped`` (true or false), ``loss``, the user's own
-numbers, and ``leaves``, the norms of all leaves by their names. NaN and ∞ are ``null``; only if a
-norm or a gradient is not finite, the line has ``"finite": false``. A ``loss`` of ``null`` was not
-finite. A ``limit`` of ``null`` limits nothing.
+numbers, and ``leaves``, the norms of all leaves by name.
+
+NaN and infinity are ``null``. A line has ``"finite": false`` only if a norm or a gradient is
+non-finite. A ``loss`` of ``null`` was non-finite. A ``limit`` of ``null`` means no limit.
 """
 
 from __future__ import annotations
@@ -26,22 +27,33 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from uniclip._errors import counted
 from uniclip.report import UNLIMITED
 
+if TYPE_CHECKING:
+    from uniclip.insight.recorder import Recorder
+    from uniclip.rule import BaseRule
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Integers: TypeAlias = npt.NDArray[np.int64]
+Booleans: TypeAlias = npt.NDArray[np.bool_]
+Row: TypeAlias = dict[str, Any]
+"""The values of one step by name: a line of a file."""
+
 INSTALL = '"uniclip-gradients[insight]"'
-"""What installs what pictures and replays need."""
+"""The package to install for figures and replays."""
 FORMAT = 1
 """The version of the format, in the header as ``"uniclip"``."""
-BEGINNING = b'{"uniclip"'
-"""The beginning of a recorded run."""
-LOGGED = "clip/"
-"""What the names of a report's scalars begin with, and those in the file do not."""
-OWN = frozenset(
+HEADER_START = b'{"uniclip"'
+"""The first bytes of a recorded run."""
+SCALAR_PREFIX = "clip/"
+"""The prefix of a report's scalars, which the file omits."""
+RESERVED_KEYS = frozenset(
     {
         "uniclip",
         "step",
@@ -55,12 +67,13 @@ OWN = frozenset(
         "leaves",
     }
 )
-"""The keys of a line that are neither the loss nor the user's own."""
-WAITING: set[Any] = set()
-"""The recorders with steps to write, held here so that they are not garbage-collected before these
-are written.
+"""The keys of a line other than the loss and the user's own numbers."""
+PENDING_RECORDERS: set[Recorder] = set()
+"""The recorders with unwritten steps.
+
+The references keep these recorders alive until they have written their steps.
 """
-_ROW = re.compile(rb'{"step": (\d+)')
+_STEP = re.compile(rb'{"step": (\d+)')
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -72,19 +85,19 @@ class Record(NamedTuple):
     steps : (n,) array of int64
         Ascending.
     norms, limits, thresholds, factors, shares : (n,) array of float64
-        The largest norm before clipping, the smallest limit (∞ for none), the smallest norm that is
-        clipped, the smallest factor, the share of the factors that are not 1. NaN where unknown, or
-        not finite.
+        The largest norm before clipping, the smallest limit (infinity for none), the smallest
+        threshold (the norm above which the rule clips), the smallest factor, the fraction of the
+        factors that are not 1. NaN for unknown or non-finite values.
     finite, skipped : (n,) array of bool
         Whether all gradients and norms of the step were finite, and whether the rule skipped the
         step.
     losses : (n,) array of float64
-        ∞ where the loss was not finite, NaN where none was recorded.
+        Infinity for a non-finite loss, NaN if none was recorded.
     leaves : (m, k) array of float64
-        The norms of k leaves at the m steps where they were recorded; NaN where a norm is not
-        finite, 0 where a leaf had no gradient.
+        The norms of k leaves at the m steps at which they were recorded; NaN for a non-finite norm,
+        0 for a leaf without a gradient.
     leaf_steps : (m,) array of int64
-        The steps where norms of leaves were recorded.
+        The steps at which norms of leaves were recorded.
     labels : list of str
         The names of the k leaves.
     rule : str
@@ -98,35 +111,35 @@ class Record(NamedTuple):
     >>> record = insight.read("run.jsonl")
     >>> record.steps[record.norms > 10]
     array([300])
-    >>> round(float(record.shares.mean()), 2)  # the share of steps that were clipped
+    >>> round(float(record.shares.mean()), 2)  # the fraction of steps that were clipped
     0.47
     """
 
-    steps: np.ndarray[Any, Any]
-    norms: np.ndarray[Any, Any]
-    limits: np.ndarray[Any, Any]
-    thresholds: np.ndarray[Any, Any]
-    factors: np.ndarray[Any, Any]
-    shares: np.ndarray[Any, Any]
-    finite: np.ndarray[Any, Any]
-    skipped: np.ndarray[Any, Any]
-    losses: np.ndarray[Any, Any]
-    leaves: np.ndarray[Any, Any]
-    leaf_steps: np.ndarray[Any, Any]
+    steps: Integers
+    norms: Floats
+    limits: Floats
+    thresholds: Floats
+    factors: Floats
+    shares: Floats
+    finite: Booleans
+    skipped: Booleans
+    losses: Floats
+    leaves: Floats
+    leaf_steps: Integers
     labels: list[str]
     rule: str
-    extra: dict[str, np.ndarray[Any, Any]]
+    extra: dict[str, Floats]
 
     def __repr__(self) -> str:
-        """Return how long it is, and of what."""
-        return f"<Record: {counted(len(self.steps), 'step')}, {self.rule or 'an unknown rule'}>"
+        """Return the number of steps and the rule."""
+        return f"<Record: {counted(len(self.steps), 'step')}, {self.rule or 'unknown rule'}>"
 
 
 def read(path: str | os.PathLike[str]) -> Record:
     """Read a recorded run.
 
-    A recorder of this program first writes the steps that it still keeps; those that another
-    program keeps are not there.
+    A recorder of this process first writes its unwritten steps. Unwritten steps of other processes
+    are missing.
 
     Parameters
     ----------
@@ -153,76 +166,117 @@ def read(path: str | os.PathLike[str]) -> Record:
     >>> len(record.steps), record.rule, float(record.norms.max())
     (400, 'uc.by_global_norm(1.0)', 20.0)
     """
-    for recorder in [
-        one for one in list(WAITING) if one.path and one.path.resolve() == Path(path).resolve()
-    ]:
-        recorder.flush()
-    text = Path(path).read_bytes()
-    if not text.startswith(BEGINNING):
-        msg = f"{os.fspath(path)} is no recorded run, which uniclip.insight.Recorder writes"
+    _flush_recorders_of(Path(path))
+
+    content = Path(path).read_bytes()
+    if not content.startswith(HEADER_START):
+        msg = f"{os.fspath(path)} isn't a recorded run; create one with uniclip.insight.Recorder"
         raise ValueError(msg)
-    *lines, _ = text.split(b"\n")  # what follows the last line is nothing, or torn
+
+    # A killed run may leave part of a line after the last line break.
+    *lines, _ = content.split(b"\n")
     try:
         rows = [json.loads(line) for line in lines if line.strip()]
-        newest = max([row.get("uniclip", FORMAT) for row in rows], default=FORMAT)
-        record = _record(rows)
+        version = max([row.get("uniclip", FORMAT) for row in rows], default=FORMAT)
+        record = _to_record(rows)
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         msg = (
-            f"{os.fspath(path)} is damaged, or was not written by uniclip.insight.Recorder: {error}"
+            f"{os.fspath(path)} is damaged, or wasn't written by uniclip.insight.Recorder: {error}"
         )
         raise ValueError(msg) from error
-    if newest > FORMAT:
+
+    if version > FORMAT:
         msg = (
-            f"{os.fspath(path)} is of format {newest}, and this uniclip reads up to {FORMAT}: "
-            "update it"
+            f"{os.fspath(path)} has format {version}, but this version of uniclip reads formats up "
+            f"to {FORMAT}; update uniclip"
         )
         raise ValueError(msg)
     return record
 
 
-def _record(rows: list[dict[str, Any]]) -> Record:
+def _flush_recorders_of(path: Path) -> None:
+    """Write the unwritten steps of all recorders of a file."""
+    for recorder in list(PENDING_RECORDERS):
+        if recorder.path is not None and recorder.path.resolve() == path.resolve():
+            recorder.flush()
+
+
+def _to_record(lines: list[Row]) -> Record:
     """Return the columns of the lines of a file."""
-    rules = [row["rule"] for row in rows if "rule" in row]
-    rows = _ascending([row for row in rows if "uniclip" not in row])
-    with_leaves = [row for row in rows if "leaves" in row]
-    labels = list(dict.fromkeys(label for row in with_leaves for label in row["leaves"]))
-    leaves = [[row["leaves"].get(label) for label in labels] for row in with_leaves]
-    more = dict.fromkeys(name for row in rows for name in row if name not in OWN and name != "loss")
-    limits, losses = _column(rows, "limit"), _column(rows, "loss")
+    rules = [line["rule"] for line in lines if "rule" in line]
+    rows = _drop_repeated_steps([line for line in lines if "uniclip" not in line])
+
+    leaf_steps, labels, leaves = _leaf_norms(rows)
+
+    # A limit of null is none, and a loss of null non-finite; a missing value stays NaN.
+    limits = _column(rows, "limit")
     limits[[row.get("limit", 0.0) is None for row in rows]] = np.inf
+    losses = _column(rows, "loss")
     losses[[row.get("loss", 0.0) is None for row in rows]] = np.inf
+
     return Record(
         steps=np.asarray([row["step"] for row in rows], np.int64),
+        norms=_column(rows, "norm"),
         limits=limits,
-        **{f"{name}s": _column(rows, name) for name in ("norm", "threshold", "factor", "share")},
+        thresholds=_column(rows, "threshold"),
+        factors=_column(rows, "factor"),
+        shares=_column(rows, "share"),
         finite=np.asarray([row.get("finite", True) for row in rows], bool),
         skipped=np.asarray([row.get("skipped", False) for row in rows], bool),
         losses=losses,
-        leaves=np.asarray(leaves, np.float64).reshape(len(leaves), len(labels)),
-        leaf_steps=np.asarray([row["step"] for row in with_leaves], np.int64),
+        leaves=leaves,
+        leaf_steps=leaf_steps,
         labels=labels,
         rule=rules[-1] if rules else "",
-        extra={name: _column(rows, name) for name in more},
+        extra={name: _column(rows, name) for name in _user_names(rows)},
     )
 
 
-def _ascending(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop rows before one of an earlier step, as two recorders of one file leave them."""
-    kept: list[dict[str, Any]] = []
+def _drop_repeated_steps(rows: list[Row]) -> list[Row]:
+    """Drop each row that a later row of the same or an earlier step replaces.
+
+    Two recorders of one file leave such rows.
+    """
+    ascending: list[Row] = []
     for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+        while ascending and ascending[-1]["step"] >= row["step"]:
+            ascending.pop()
+        ascending.append(row)
+    return ascending
 
 
-def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray[Any, Any]:
-    """Return the numbers of a name, NaN where there is none."""
+def _leaf_norms(rows: list[Row]) -> tuple[Integers, list[str], Floats]:
+    """Return the steps with norms of leaves, the names of the leaves, and the norms."""
+    with_leaves = [row for row in rows if "leaves" in row]
+
+    # Leaves can come and go during a run; a dict keeps the order of their first steps.
+    labels: dict[str, None] = {}
+    for row in with_leaves:
+        labels |= dict.fromkeys(row["leaves"])
+
+    norms = [[row["leaves"].get(label) for label in labels] for row in with_leaves]
+    return (
+        np.asarray([row["step"] for row in with_leaves], np.int64),
+        list(labels),
+        np.asarray(norms, np.float64).reshape(len(norms), len(labels)),
+    )
+
+
+def _user_names(rows: list[Row]) -> list[str]:
+    """Return the names of the user's own numbers, in the order in which they appear."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return [name for name in names if name not in RESERVED_KEYS and name != "loss"]
+
+
+def _column(rows: list[Row], name: str) -> Floats:
+    """Return the numbers of a name, NaN for rows that lack it."""
     return np.asarray([row.get(name) for row in rows], np.float64)
 
 
 class File:
-    """The file of a recorder, which is opened to write only.
+    """The file of a recorder, open only during a write.
 
     Raises
     ------
@@ -231,69 +285,104 @@ class File:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.is_dir() or not path.parent.is_dir():
-            what = (
-                "is a folder"
-                if path.is_dir()
-                else f"cannot be written: there is no folder {str(path.parent)!r}"
+        if path.is_dir():
+            msg = f"{path} is a folder; pass the path of a file"
+            raise FileNotFoundError(msg)
+        if not path.parent.is_dir():
+            msg = (
+                f"{path} can't be written, because the folder {str(path.parent)!r} doesn't exist; "
+                "create the folder, or pass another path"
             )
-            msg = f"{path} {what}: give the path of a file"
             raise FileNotFoundError(msg)
         self.path = path
         self._header: bytes | None = None
 
-    def write(self, rows: list[dict[str, Any]], rule: Any) -> None:
-        """Append rows, after a header if the rule is another one than before."""
-        header = _line({"uniclip": FORMAT} | ({} if rule is None else {"rule": repr(rule)}))
-        before = (
-            self._go_on(rows[0]["step"])
-            if self._header is None or not self.path.exists()
-            else self._header
-        )
+    def write(self, rows: list[Row], rule: BaseRule | None) -> None:
+        """Append rows, after a header if the rule has changed."""
+        fields: Row = {"uniclip": FORMAT}
+        if rule is not None:
+            fields["rule"] = repr(rule)
+        header = _encode_row(fields)
+
+        # Someone may have moved the file away during the run.
+        last_header = self._header
+        if last_header is None or not self.path.exists():
+            last_header = self._continue_run(rows[0]["step"])
+
+        lines = [_encode_row(row) for row in rows]
+        if header != last_header:
+            lines.insert(0, header)
         with self.path.open("ab") as file:
-            file.write(b"".join([b"" if header == before else header, *map(_line, rows)]))
+            file.write(b"".join(lines))
         self._header = header
 
-    def _go_on(self, step: int) -> bytes:
-        """Drop the rows of an earlier run from a step on, and a torn line.
+    def _continue_run(self, step: int) -> bytes:
+        """Drop the rows of an earlier run from a step on, and a partial line.
 
-        Rename the file if there are no others.
-
-        Return the last header.
+        If no row is left, rename the file. Return the last remaining header.
         """
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        lines = [line for line in lines if line.endswith(b"\n")]
-        kept = [line for line in lines if not (row := _ROW.match(line)) or int(row[1]) < step]
-        if not (lines and lines[0].startswith(BEGINNING) and any(map(_ROW.match, kept))):
-            if self.path.exists():
-                self.path.replace(_free(self.path))
+        if not self.path.exists():
             return b""
-        fresh = self.path.with_name(f"{self.path.name}.new")
-        fresh.write_bytes(b"".join(kept))
-        fresh.replace(self.path)
-        return [line for line in kept if line.startswith(BEGINNING)][-1]
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        lines = [line for line in lines if line.endswith(b"\n")]
+
+        # The beginning of a line has its step, so a long run need not be decoded.
+        remaining = []
+        row_count = 0
+        last_header = b""
+        for line in lines:
+            match = _STEP.match(line)
+            if match is None:
+                remaining.append(line)
+                if line.startswith(HEADER_START):
+                    last_header = line
+            elif int(match[1]) < step:
+                remaining.append(line)
+                row_count += 1
+
+        # Nothing of another kind of file, or of a finished run, may be lost.
+        is_record = bool(lines) and lines[0].startswith(HEADER_START)
+        if not (is_record and row_count):
+            self.path.replace(_unused_path(self.path))
+            return b""
+
+        # A run that is killed here keeps the whole old file.
+        new_file = self.path.with_name(f"{self.path.name}.new")
+        new_file.write_bytes(b"".join(remaining))
+        new_file.replace(self.path)
+        return last_header
 
 
-def _free(path: Path) -> Path:
-    """Return a path for the file of an earlier run."""
-    names = (path.with_name(f"{path.name}.old{number or ''}") for number in (0, *range(2, 10**6)))
-    return next(name for name in names if not name.exists())
+def _unused_path(path: Path) -> Path:
+    """Return an unused path for the file of an earlier run."""
+    old = path.with_name(f"{path.name}.old")
+    number = 2
+    while old.exists():
+        old = path.with_name(f"{path.name}.old{number}")
+        number += 1
+    return old
 
 
-def _line(row: dict[str, Any]) -> bytes:
-    """Return the line of a row: ``null`` for what is not finite,
-    and for a limit that limits nothing.
-    """
-    summarize = {name.removeprefix(LOGGED): value for name, value in row.items()}
+def _encode_row(row: Row) -> bytes:
+    """Return the line of a row, with ``null`` for non-finite numbers and for no limit."""
+    fields = {name.removeprefix(SCALAR_PREFIX): value for name, value in row.items()}
+
     for name in ("limit", "threshold"):
-        if summarize.get(name, 0.0) >= UNLIMITED:
-            summarize[name] = None
-    if "skipped" in summarize:
-        summarize["skipped"] = summarize["skipped"] == 1  # of a window: all of it
-    if "leaves" in summarize:
-        summarize["leaves"] = {label: _number(norm) for label, norm in summarize["leaves"].items()}
-    return f"{_encode({name: _number(value) for name, value in summarize.items()})}\n".encode()
+        if fields.get(name, 0.0) >= UNLIMITED:
+            fields[name] = None
+    if "skipped" in fields:
+        # The mean over accumulated steps counts as skipped only if all of them were.
+        fields["skipped"] = fields["skipped"] == 1
+    if "leaves" in fields:
+        leaves = fields["leaves"].items()
+        fields["leaves"] = {label: _null_if_nonfinite(norm) for label, norm in leaves}
+
+    fields = {name: _null_if_nonfinite(value) for name, value in fields.items()}
+    return f"{_encode(fields)}\n".encode()
 
 
-def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _null_if_nonfinite(value: object) -> object:
+    """Return ``None`` for NaN and infinity, any other value as it is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

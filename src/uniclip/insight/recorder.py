@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Record a rule's reports, step by step, without waiting for an accelerator."""
+"""Record the reports of a rule step by step, without waiting for an accelerator."""
 
 from __future__ import annotations
 
@@ -7,60 +7,73 @@ import atexit
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from uniclip._core.step import run_general_step
 from uniclip._core.tree import flatten, open_tree
 from uniclip._errors import check, real, summarize, whole
-from uniclip._types import Step
+from uniclip._types import Norms, Number, Step, Tree
 from uniclip._warnings import warn
 from uniclip.backends import compiling
 from uniclip.backends.base import stack_arrays
 from uniclip.compose import AnyRule, as_rule
-from uniclip.insight.record import LOGGED, OWN, WAITING, File
-from uniclip.insight.spikes import WINDOW, compared
+from uniclip.insight.record import PENDING_RECORDERS, RESERVED_KEYS, SCALAR_PREFIX, File, Row
+from uniclip.insight.spikes import WINDOW, spike_thresholds
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
 from uniclip.report import NORM, Report, backend_in, has_values, keep_arrays, read_arrays
-from uniclip.rule import Rule
+from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import each_leaf
 
-_INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
+if TYPE_CHECKING:
+    import weakref
+
+
+class _UnwrittenStep(NamedTuple):
+    """A recorded step whose values are not yet read."""
+
+    number: int
+    labels: list[str] | None
+    report: Report | dict[str, Any]
+    leaves: Iterable[Any] | None
+    """The norms of the leaves, if they are recorded."""
+    numbers: dict[str, Any]
+    """The loss and the user's own numbers."""
 
 
 class Recorder:
     """Record what clipping does: a row for each step, in a file of JSON Lines or for any function.
 
-    The small arrays of each report stay on their device, and those of many steps are read together,
-    so that no step waits for an accelerator. A run that is killed loses the steps that were not yet
-    read. With several processes the first one writes.
+    The small arrays of each report stay on their device. The recorder reads the arrays of many
+    steps together, so that no step waits for an accelerator. A run that is killed loses the steps
+    that were not yet read. In distributed training, the process with rank 0 writes.
 
     Parameters
     ----------
     to : str, path or callable
         A JSON Lines file, for `uniclip.insight.read`, pandas, Polars, DuckDB and jq. If it exists,
-        a run resumed from a checkpoint continues it: what it holds from the first new step on is
-        dropped. A new run renames an old file: ``run.jsonl`` to ``run.jsonl.old``, or ``.old2`` and
-        so on. Or a function of one row, such as ``wandb.log``: a dict of ``"step"``, the scalars of
+        a run resumed from a checkpoint continues it, and drops the rows from its first new step on.
+        A new run renames an old file: ``run.jsonl`` to ``run.jsonl.old``, or ``.old2`` and so on.
+        Or a function of one row, such as ``wandb.log``: a dict of ``"step"``, the scalars of
         `uniclip.Report.scalars` as floats, ``"loss"`` and the other numbers. It is called up to
         ``every`` steps late.
     every : int, default 100
-        The number of steps between writes. Rows are also written by `flush` and `close`, when the
-        ``with`` block or the program ends, also by an error, and in the integrations at each
-        checkpoint.
+        The number of steps between writes. The recorder also writes at `flush` and `close`, at the
+        end of the ``with`` block or the program, even after an error, and in the integrations at
+        each checkpoint.
     leaves : bool or "all", default False
         Whether to record the norm of each leaf: with ``True`` at the first step, at every
-        ``every``-th and at spikes, with ``"all"`` at each step.
+        ``every``-th step and at spikes, with ``"all"`` at each step.
     rule : Rule, optional
-        The rule of the reports, which the file names; the integrations set it.
+        The rule of the reports, for the header of the file; the integrations set it.
     params : tree of arrays, optional
-        The parameters, whose paths name the leaves; the integrations set it. Without it leaves have
-        numbers.
+        The parameters, whose paths name the leaves; the integrations set it. Without it, leaves
+        have numbers.
 
     Raises
     ------
@@ -69,7 +82,7 @@ class Recorder:
     ValueError
         If ``every`` is below 1.
     FileNotFoundError
-        If ``to`` is a folder, or lies in one that does not exist.
+        If ``to`` is a folder, or its folder does not exist.
 
     Examples
     --------
@@ -96,55 +109,51 @@ class Recorder:
         leaves: bool | Literal["all"] = False,  # noqa: FBT001, FBT002
         *,
         rule: AnyRule | None = None,
-        params: Any = None,
+        params: Tree = None,
     ) -> None:
-        fits = isinstance(to, (str, os.PathLike)) or callable(to)
-        check(
-            "to",
-            to,
-            fits,
-            "the path of a file, such as 'run.jsonl', or a function of a row, such as wandb.log",
+        is_path = isinstance(to, (str, os.PathLike))
+        expected = (
+            "the path of a file, such as 'run.jsonl', or a function of a row, such as wandb.log"
         )
+        check("to", to, is_path or callable(to), expected)
         check("leaves", leaves, isinstance(leaves, bool) or leaves == "all", 'True, False or "all"')
+
         self.path = None if callable(to) else Path(to).absolute()
-        self.every, self.leaves = int(whole("every", every, 1)), leaves
-        self.rule = None if rule is None else as_rule(rule)
-        """The rule, as far as it is known."""
+        self.every = int(whole("every", every, 1))
+        self.leaves = leaves
+        self.rule: BaseRule | None = None if rule is None else as_rule(rule)
+        """The rule, if it is known."""
         self.step: int | None = None
-        """The last step that was recorded, ``None`` before the first."""
-        self._to: Any = to
-        self.loss: Any = None
-        """The loss of the next step, in the place of one that is passed with it;
-        ``None`` after the step.
-        """
-        self.holder: Any = None
-        """A weak reference to the handle that records by it, unless a loop does;
-        there is only one.
-        """
-        self._labels: list[str] | None = None
+        """The last recorded step, ``None`` before the first."""
+        self.loss: Number | None = None
+        """The loss of the next step, instead of the one passed with it; ``None`` after the step."""
+        self.holder: weakref.ref[object] | None = None
+        """A weak reference to the handle that uses this recorder; ``None`` in a custom loop."""
+
+        self._target = to
         self._file = None if self.path is None else File(self.path)
-        self._kept: list[tuple[int, list[str] | None, Any]] = []
-        self._norms: list[float] = []
+        self._labels: list[str] | None = None
+        self._unwritten: list[_UnwrittenStep] = []
+        self._recent_norms: list[float] = []
         self._writes: bool | None = None
+        """Whether this process writes; ``None`` until it is known."""
         self._closed = False
         self._process = os.getpid()
+        # Reentrant, because its holders call `flush`, which takes it, too.
         self._lock = threading.RLock()
         if params is not None:
             self.describe(params=params)
 
-    def __reduce__(self) -> Any:
-        """Return what makes a copy, without the steps that wait, which would be written twice."""
-        names = ("rule", "step", "_labels")
-        return (
-            Recorder,
-            (self._to, self.every, self.leaves),
-            {name: getattr(self, name) for name in names},
-        )
+    def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...], dict[str, Any]]:
+        """Return what makes a copy, without the unwritten steps, which would be written twice."""
+        state = {"rule": self.rule, "step": self.step, "_labels": self._labels}
+        return Recorder, (self._target, self.every, self.leaves), state
 
     def __repr__(self) -> str:
-        """Return where it writes, and the last recorded step."""
-        to = self._to if self.path is None else str(self.path)
-        return f"<Recorder: {to!r}, step {self.step}{', closed' if self._closed else ''}>"
+        """Return the target, and the last recorded step."""
+        target = self._target if self.path is None else str(self.path)
+        closed = ", closed" if self._closed else ""
+        return f"<Recorder: {target!r}, step {self.step}{closed}>"
 
     def __enter__(self) -> Recorder:  # noqa: PYI034 - typing has no Self before 3.11
         """Return itself."""
@@ -154,36 +163,38 @@ class Recorder:
         """Write the remaining steps."""
         self.close()
 
-    def describe(self, rule: Any = None, params: Any = None) -> None:
-        """Set the rule, and the names of the leaves, which the integrations know."""
+    def describe(self, rule: BaseRule | None = None, params: Tree = None) -> None:
+        """Set the rule and the names of the leaves, which the integrations know."""
         self.rule = rule or self.rule
-        if params is not None:
-            paths = flatten(params, "params")[1].paths()
-            names = ["/".join(map(str, path)) or "0" for path in paths]
-            alike = len(set(names)) < len(names)
-            self._labels = [
-                f"{number}: {name}" if alike else name for number, name in enumerate(names)
-            ]
+        if params is None:
+            return
+
+        _, structure = flatten(params, "params")
+        names = ["/".join(map(str, path)) or "0" for path in structure.paths()]
+        # Different paths can print as one name: the key "a/b", and "b" inside "a".
+        if len(set(names)) < len(names):
+            names = [f"{number}: {name}" for number, name in enumerate(names)]
+        self._labels = names
 
     def __call__(
         self,
         report: Report | dict[str, Any],
         step: int | None = None,
-        loss: Any = None,
-        leaves: Any = None,
-        **extra: Any,
+        loss: Number | None = None,
+        leaves: Norms | None = None,
+        **extra: Number,
     ) -> None:
         """Record one step, or the n steps of a scan.
 
         Parameters
         ----------
         report : Report or dict of str to 0-d array
-            The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not
-            inside of it; or its scalars, which optax and Keras keep. Scalars that a scan has
-            stacked, arrays of shape (n,), are those of n steps; ``loss``, ``leaves`` and
-            ``**extra`` then have a first axis of n, too.
+            The report of `uniclip.clip` or `uniclip.Rule.update`, possibly returned from compiled
+            code, or its scalars, which optax and Keras keep. Scalars that a scan has stacked,
+            arrays of shape (n,), belong to n steps; ``loss``, ``leaves`` and ``**extra`` then have
+            a first axis of n, too.
         step : int, optional
-            The number of the (first) step; by default the one after the last.
+            The number of the (first) step; by default the one after the last recorded step.
         loss : float or 0-d array, optional
             The loss of the step.
         leaves : (k,) array, optional
@@ -194,135 +205,129 @@ class Recorder:
         Raises
         ------
         TypeError
-            If an argument has the wrong type, is traced by a compiler or of many steps, if a name
-            in ``extra`` is one of the recorder's keys, or if norms of leaves are missing.
+            In compiled code; if an argument has the wrong type or belongs to many steps, a name in
+            ``extra`` is one of the recorder's keys, or norms of leaves are missing.
         ValueError
-            If ``step`` is not above the last one, there are norms of other leaves than before, or
-            the recorder is closed.
+            If ``step`` is not above the last recorded step, ``leaves`` has another length than
+            before, or the recorder is closed.
         """
-        if compiling():
-            raise TypeError(_INSIDE)
-        scalars = isinstance(report, dict) and all(
-            [str(name).startswith(LOGGED) for name in report]
-        )
-        fits = scalars or isinstance(report, Report)
-        check(
-            "report",
-            report,
-            fits,
-            "a report, which uc.clip and Rule.update return, or the scalars of one",
-        )
-        if isinstance(report, dict) and (count := _count_steps(report)) != 1:
-            self._record_each(count, report, step, {"loss": loss, "leaves": leaves} | extra)
-            return
-        each = getattr(report, "rules", [report])
-        flags = [getattr(one, "finite", None) for one in each if not has_values(one)]
-        single = [*report.values()] if isinstance(report, dict) else flags
-        one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
-        wanted = (
-            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be "
-            "recorded together: ravel those of nested scans, and of a vmap over seeds give one "
-            "seed"
-        )
-        check("report", report, one, wanted)
-        for name in extra:
-            own = name in OWN or name.startswith(LOGGED)
-            check("the name of a number", name, not own, f"none of {', '.join(sorted(OWN))}")
-        loss = loss if self.loss is None else self.loss
-        numbers = {
-            name: _one(name, value)
-            for name, value in ({"loss": loss} | extra).items()
-            if value is not None
-        }
-        if bool(self.leaves) != (leaves is not None):
-            msg = (
-                "Recorder(..., leaves=True) takes norms of leaves, and only it: "
-                "leaves=insight.leaf_norms(grads)"
-            )
-            raise TypeError(msg)
-        if leaves is not None:
-            self._check_leaves(leaves)
+        _check_report(report)
+        if isinstance(report, dict):
+            count = _count_steps(report)
+            if count != 1:
+                self._record_scan(count, report, step, {"loss": loss, "leaves": leaves, **extra})
+                return
+        _check_one_step(report)
+
+        _check_names(extra)
+        # The loss that a trainer has set in advance is that of all accumulated batches.
+        if self.loss is not None:
+            loss = self.loss
+        numbers = {}
+        for name, number in {"loss": loss, **extra}.items():
+            if number is not None:
+                numbers[name] = _check_number(name, number)
+        self._check_leaves(leaves)
+
+        # All arguments are valid by now: a call with a mistake takes no number.
         with self._lock:
-            number = self._number(step)
-            if self._is_first_process(report):
-                self._kept.append((number, self._labels, keep_arrays((report, leaves, numbers))))
-                WAITING.add(self)
-            self.step, self.loss = number, None
-            if len(self._kept) >= self.every:
+            step_number = self._next_number(step)
+            if self._is_writer(report):
+                values = keep_arrays((report, leaves, numbers))
+                self._unwritten.append(_UnwrittenStep(step_number, self._labels, *values))
+                PENDING_RECORDERS.add(self)
+            self.step = step_number
+            self.loss = None
+            if len(self._unwritten) >= self.every:
                 self._flush_in_training()
 
-    def _record_each(
-        self, count: int, report: dict[str, Any], step: int | None, others: dict[str, Any]
+    def _record_scan(
+        self, count: int, report: dict[str, Any], step: int | None, numbers: Mapping[str, Any]
     ) -> None:
-        """Record many steps, whose values are read together."""
-        others = {name: value for name, value in others.items() if value is not None}
-        for name, value in others.items():
-            check(
-                name,
-                value,
-                tuple(getattr(value, "shape", ()))[:1] == (count,),
-                f"an array for all {count} steps",
-            )
-        report, others = read_arrays((report, others))
-        for number in range(count):
-            row, beside = (
-                {name: values[number, ...] for name, values in part.items()}
-                for part in (report, others)
-            )
-            self(row, None if step is None else step + number, **beside)
+        """Record the steps of a scan, whose values are read together."""
+        arrays = {}
+        for name, array in numbers.items():
+            if array is None:
+                continue
+            shape = tuple(getattr(array, "shape", ()))
+            check(name, array, shape[:1] == (count,), f"an array for all {count} steps")
+            arrays[name] = array
 
-    def norms_of(self, grads: Any) -> Any:
-        """Return the norms of the leaves of a step, before they are clipped.
+        report, arrays = read_arrays((report, arrays))
+        for index in range(count):
+            scalars_of_step = {name: array[index, ...] for name, array in report.items()}
+            numbers_of_step = {name: array[index, ...] for name, array in arrays.items()}
+            number = None if step is None else step + index
+            self(scalars_of_step, number, **numbers_of_step)
 
-        ``None`` if they are not recorded.
-        """
-        self._raise_if_closed()  # before anything is changed
+    def norms_of(self, grads: Tree) -> Norms | None:
+        """Return the norms of the leaves before clipping, ``None`` if they are not recorded."""
+        # A step asks before it changes anything, so a closed recorder raises here.
+        self._raise_if_closed()
         return leaf_norms(grads) if self.leaves else None
 
-    def _check_leaves(self, leaves: Any) -> None:
-        """Refuse norms of other leaves than before."""
+    def _check_leaves(self, leaves: Norms | None) -> None:
+        """Raise unless there are norms of the leaves if and only if they are recorded."""
+        if leaves is None:
+            if self.leaves:
+                msg = (
+                    f"Recorder(..., leaves={self.leaves!r}) needs the norms of the leaves at each "
+                    "step; pass leaves=insight.leaf_norms(grads)"
+                )
+                raise TypeError(msg)
+            return
+        if not self.leaves:
+            msg = (
+                "the recorder got leaves=, but doesn't record leaves; create it with "
+                "Recorder(..., leaves=True)"
+            )
+            raise TypeError(msg)
+
         shape = tuple(getattr(leaves, "shape", ()))
         if self._labels is None and len(shape) == 1:
-            self._labels = list(map(str, range(shape[0])))
+            self._labels = [str(number) for number in range(shape[0])]
         if self._labels is None or shape != (len(self._labels),):
-            wanted = "all" if self._labels is None else f"the same {len(self._labels)}"
+            count = "all" if self._labels is None else f"the same {len(self._labels)}"
             msg = (
-                f"leaves must be the norms of {wanted} leaves, insight.leaf_norms(grads), got "
-                f"{summarize(leaves)}"
+                f"leaves must be the norms of {count} leaves, got {summarize(leaves)}; pass "
+                "leaves=insight.leaf_norms(grads)"
             )
             raise ValueError(msg)
         real("leaves", leaves, "norms")
 
     def _raise_if_closed(self) -> None:
+        """Raise if the recorder is closed."""
         if self._closed:
-            msg = f"{self!r} is closed"
+            msg = f"{self!r} is closed; create a new recorder"
             raise ValueError(msg)
 
-    def _number(self, step: int | None) -> int:
-        """Return the number of a step; refuse one that cannot be recorded."""
+    def _next_number(self, step: int | None) -> int:
+        """Return the number of a step; raise if it cannot be recorded."""
         self._raise_if_closed()
         if step is None:
             return 1 if self.step is None else self.step + 1
+
         number = int(whole("step", step, 0))
         check("step", step, number < 2**63, "a number that int64 holds")
         if self.step is not None and number <= self.step:
-            msg = f"step must be above the last one that was recorded, {self.step}, got {number}"
+            msg = f"step must be above the last recorded step, {self.step}, got {number}"
             raise ValueError(msg)
         return number
 
-    def _is_first_process(self, report: Any) -> bool:
-        """Whether this process writes; once it is known, so it stays."""
+    def _is_writer(self, report: Report | dict[str, Any]) -> bool:
+        """Return whether this process writes."""
         if self._writes is None:
-            library = backend_in(report)
-            if library is None:
+            backend = backend_in(report)
+            # A report without arrays does not show the framework, and so not the rank.
+            if backend is None:
                 return True
-            self._writes = library.rank() == 0
+            self._writes = backend.rank() == 0
         return self._writes
 
     def resume(self, step: int) -> None:
-        """Continue after a step, as a run resumed from a checkpoint does.
+        """Continue after a step, as in a run resumed from a checkpoint.
 
-        Later steps are dropped from the file.
+        The file drops later steps.
 
         Parameters
         ----------
@@ -332,10 +337,12 @@ class Recorder:
         with self._lock:
             step = int(whole("step", step, 0))
             self.flush()
-            self.step, self._file = step, None if self.path is None else File(self.path)
+            self.step = step
+            # A new object reads the file again, and drops the later steps.
+            self._file = None if self.path is None else File(self.path)
 
     def flush(self) -> None:
-        """Read the values that are kept, and write them.
+        """Read the values of unwritten steps, and write them.
 
         Raises
         ------
@@ -343,95 +350,156 @@ class Recorder:
             If the file cannot be written. During a step this is a warning, and recording stops.
         """
         with self._lock:
-            kept, self._kept = self._kept, []
-            WAITING.discard(self)
-            if not kept or self._process != os.getpid():  # what was forked has no steps of its own
+            steps = self._unwritten
+            self._unwritten = []
+            PENDING_RECORDERS.discard(self)
+            # The steps in a forked child are those of its parent, which writes them.
+            if not steps or self._process != os.getpid():
                 return
-            numbers, labels, trees = zip(*kept, strict=True)
-            rows = list(map(self._made, numbers, labels, read_arrays(list(trees))))
+
+            values = read_arrays([(step.report, step.leaves, step.numbers) for step in steps])
+            rows = []
+            for step, arrays in zip(steps, values, strict=True):
+                rows.append(self._to_row(_UnwrittenStep(step.number, step.labels, *arrays)))
             if self.leaves is True:
                 self._drop_leaves(rows)
+
             if self._file is not None:
                 self._file.write(rows, self.rule)
-            else:
+            elif callable(self._target):
                 for row in rows:
-                    self._to(row)
+                    self._target(row)
 
-    def _made(
-        self, step: int, labels: list[str] | None, kept: tuple[Any, Any, dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the row of a step: its report, the norms of leaves,
-        and other numbers, in NumPy.
-        """
-        report, leaves, numbers = kept
+    def _to_row(self, step: _UnwrittenStep) -> Row:
+        """Return the row of a step whose values are NumPy arrays."""
+        report = step.report
         scalars = report if isinstance(report, dict) else report.scalars()
-        row: dict[str, Any] = {
-            "step": step,
-            **{name: _plain(value) for name, value in scalars.items()},
-        }
-        if self.leaves:
-            row["leaves"] = dict(zip(labels or (), map(_plain, leaves), strict=True))
-        row |= {name: _plain(value) for name, value in numbers.items()}
-        sound = math.isfinite(row.get(NORM, 0.0)) and bool(
-            getattr(report, "finite", True) or NORM not in row
-        )
-        return row if sound else row | {"finite": False}
+        row: Row = {"step": step.number}
+        for name, scalar in scalars.items():
+            row[name] = _to_float(scalar)
+        if step.leaves is not None:
+            norms = [_to_float(norm) for norm in step.leaves]
+            row["leaves"] = dict(zip(step.labels or (), norms, strict=True))
+        for name, number in step.numbers.items():
+            row[name] = _to_float(number)
+
+        # A norm can be finite while a gradient is not, under the policy "zero".
+        finite = math.isfinite(row.get(NORM, 0.0))
+        if NORM in row and not getattr(report, "finite", True):
+            finite = False
+        return row if finite else row | {"finite": False}
 
     def _flush_in_training(self) -> None:
-        """Write the rows that are kept, without stopping a training run at an error in the file."""
+        """Write the unwritten steps; an error of the file must not stop a training run."""
         try:
             self.flush()
         except OSError as error:
             if self._file is None:
                 raise
             self._writes = False
-            warn(f"recording stops: {error}")
+            warn(f"the recorder stopped: {error}")
 
-    def _drop_leaves(self, rows: list[dict[str, Any]]) -> None:
-        """Leave out the norms of leaves but at the end of a window and at spikes."""
-        norms = np.asarray([*self._norms, *[row.get(NORM, math.nan) for row in rows]])
+    def _drop_leaves(self, rows: list[Row]) -> None:
+        """Drop the norms of leaves, except at the end of a window and at spikes."""
+        earlier = len(self._recent_norms)
+        new_norms = [row.get(NORM, math.nan) for row in rows]
+        norms = np.asarray([*self._recent_norms, *new_norms])
         finite = np.isfinite(norms)
-        loud = (~finite | (norms > compared(norms, finite)[1]))[len(self._norms) :]
-        loud[: not self._norms] = True  # the first, with which others are compared
-        for row, is_loud in zip(rows, loud, strict=True):
-            if not is_loud and row["step"] % self.every:
+
+        _, thresholds = spike_thresholds(norms, finite)
+        stands_out = (~finite | (norms > thresholds))[earlier:]
+        # Later leaves are compared with those of the first step.
+        if not earlier:
+            stands_out[0] = True
+
+        for row, keep in zip(rows, stands_out, strict=True):
+            if not keep and row["step"] % self.every:
                 del row["leaves"]
-        self._norms = norms[-WINDOW:].tolist()
+        self._recent_norms = norms[-WINDOW:].tolist()
 
     def close(self) -> None:
-        """Write the remaining rows, and stop recording."""
+        """Write the remaining steps, and stop recording."""
         with self._lock:
-            if not self._closed:
-                self.flush()
-                self._closed = True
+            if self._closed:
+                return
+            self.flush()
+            self._closed = True
 
 
 @atexit.register
-def _at_exit() -> None:
-    """Write the remaining rows at exit."""
-    with ExitStack() as closing:  # all, also after one that fails
-        for recorder in list(WAITING):
-            closing.callback(recorder.close)
+def _close_all() -> None:
+    """Write the remaining steps of all recorders when the program ends."""
+    # An exit stack calls all of them, even if one fails.
+    with ExitStack() as stack:
+        for recorder in list(PENDING_RECORDERS):
+            stack.callback(recorder.close)
+
+
+def _check_report(report: object) -> None:
+    """Raise unless an object is a report or its scalars, outside of compiled code."""
+    if compiling():
+        msg = (
+            "a recorder doesn't work in compiled code; return the report from the compiled "
+            "function, and record it outside"
+        )
+        raise TypeError(msg)
+
+    is_scalars = isinstance(report, dict) and all(
+        [str(name).startswith(SCALAR_PREFIX) for name in report]
+    )
+    expected = "a report, which uc.clip and Rule.update return, or the scalars of one"
+    check("report", report, is_scalars or isinstance(report, Report), expected)
+
+
+def _check_one_step(report: Report | dict[str, Any]) -> None:
+    """Raise unless a report belongs to one step."""
+    if isinstance(report, dict):
+        arrays = list(report.values())
+    else:
+        # The reports of a chain; a lazy report without values is always of one step.
+        rules = getattr(report, "rules", [report])
+        arrays = [getattr(part, "finite", None) for part in rules if not has_values(part)]
+
+    is_one = all([math.prod(getattr(array, "shape", ())) == 1 for array in arrays])
+    expected = (
+        "of one step; in a scan return report.scalars(), arrays of shape (n,), to record n steps "
+        "together (ravel those of nested scans; of a vmap over seeds select one seed)"
+    )
+    check("report", report, is_one, expected)
+
+
+def _check_names(numbers: Mapping[str, object]) -> None:
+    """Raise if a name of a user's number is one of the recorder's own keys."""
+    for name in numbers:
+        if name in RESERVED_KEYS or name.startswith(SCALAR_PREFIX):
+            reserved = ", ".join(sorted(RESERVED_KEYS))
+            check("the name of a number", name, fits=False, wanted=f"none of {reserved}")
 
 
 def _count_steps(scalars: dict[str, Any]) -> int:
-    """Return of how many steps scalars are: a scan stacks them to arrays of one shape."""
-    shapes = {tuple(getattr(value, "shape", ())) for value in scalars.values()}
-    shape = shapes.pop() if len(shapes) == 1 else ()
+    """Return the number of steps of scalars, which a scan stacks into arrays of one shape."""
+    shapes = {tuple(getattr(array, "shape", ())) for array in scalars.values()}
+    if len(shapes) != 1:
+        return 1
+    [shape] = shapes
     return shape[0] if len(shape) == 1 else 1
 
 
-def _one(name: str, value: Any) -> Any:
-    """Return one real number, or refuse what is none."""
-    value = real(name, value, "one real number")
-    check(name, value, math.prod(getattr(value, "shape", ())) == 1, "one real number")
-    return value
+def _check_number(name: str, number: Number) -> Number:
+    """Return one real number; raise if it is anything else."""
+    number = real(name, number, "one real number")
+    shape = getattr(number, "shape", ())
+    check(name, number, math.prod(shape) == 1, "one real number")
+    return number
 
 
-def _plain(value: Any) -> float:
+def _to_float(number: float | np.generic | np.ndarray[Any, Any]) -> float:
     """Return a number as a float, with the digits of its dtype."""
-    number = float(value.item() if isinstance(value, np.ndarray) else value)
-    return float(f"{number:.9g}") if getattr(value, "dtype", None) == np.float32 else number
+    python_float = float(number.item() if isinstance(number, np.ndarray) else number)
+    if getattr(number, "dtype", None) != np.float32:
+        return python_float
+    # In float64 a float32 of 0.1 prints as 0.10000000149011612.
+    return float(f"{python_float:.9g}")
 
 
 _LEAVES = {norm: Rule(math.inf, scope=each_leaf, norm=norm) for norm in (L1, L2, Linf)}

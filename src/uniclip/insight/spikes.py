@@ -1,54 +1,54 @@
 # SPDX-License-Identifier: MIT
-"""Steps whose norm stands out from the norms before it."""
+"""Find the steps of a recorded run whose norm stands out from the norms before it."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from uniclip._errors import check, positive, whole
-from uniclip.insight.record import Record
+from uniclip.insight.record import Booleans, Floats, Integers, Record
 
 Z, WINDOW = 5, 100
 """The allowed number of standard deviations, and the number of earlier norms to compare with."""
-FEWEST, EARLY = 20, 10
-"""The smallest number of earlier norms to compare with; and that for norms that are very large."""
-LEAST, LEAST_EARLY = 2.0, 5.0
-"""How many times the median a spike is at least,
-and while there are fewer norms than ``FEWEST``.
+MIN_EARLIER, MIN_EARLIER_AT_START = 20, 10
+"""The smallest number of earlier norms to compare with, and the smallest for very large spikes."""
+MIN_RATIO, MIN_RATIO_AT_START = 2.0, 5.0
+"""The smallest ratio of a spike to the median, and the smallest while there are fewer than
+``MIN_EARLIER`` norms.
 """
 NORMAL = 1.48
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
-LEAST_SPREAD = 0.05
-"""The smallest deviation of the logarithms, 5 %; for norms that hardly vary,
-rounding would make spikes.
-"""
-_ROWS = 4096  # windows at a time: 100 norms each in 3 MB
-_TOP = 5
-"""The number of leaves that are named."""
+MIN_DEVIATION = 0.05
+"""The smallest deviation of the logarithms, 5%.
 
-Array = np.ndarray[Any, Any]
+Without it, rounding errors would be spikes among norms that hardly vary.
+"""
+_WINDOWS_AT_ONCE = 4096
+"""The number of windows in one call of NumPy: with 100 norms each they take 3 MB."""
+_MAX_LEAVES = 5
+"""The number of leaves in a spike."""
 
 
 class Spike(NamedTuple):
-    """A step whose norm stands out, or is not finite.
+    """A step whose norm stands out, or is non-finite.
 
     Attributes
     ----------
     step : int
     norm : float
-        Before clipping; NaN where it is not finite.
+        Before clipping; NaN if it is non-finite.
     ratio : float
-        The norm divided by the median of those before it; NaN if there is none.
+        The norm divided by the median of the norms before it; NaN if it is unknown.
     skipped : bool
         Whether the rule skipped the step.
     leaves : list of (str, float)
         Up to five leaves with the largest ratio of their norm to its median so far, largest first;
-        ∞ if the norm is not finite. Empty if the leaves of this step or of earlier steps were not
-        recorded.
+        infinity for a non-finite norm. Empty if the leaves of this step or of earlier steps were
+        not recorded.
 
     Examples
     --------
@@ -67,23 +67,22 @@ class Spike(NamedTuple):
 
 
 def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
-    """List the steps whose norm is a spike, and those that are not finite.
+    """List the steps whose norm is a spike, and the non-finite steps.
 
     A spike is ``norm > median · max(2, exp(z · 1.48 · MAD(log norm)))``.
 
-    Median and MAD, the median absolute deviation from the median, are those of the last ``window``
-    norms before the step; later norms have no influence. After ten norms and up to the twentieth
-    the 2 is a 5.
+    The median and the MAD, the median absolute deviation from the median, cover the last ``window``
+    norms before the step; later norms have no influence. From 10 to 19 earlier norms, the 2 is a 5.
 
     Parameters
     ----------
     record : Record
     z : float, default 5
-        The allowed number of standard deviations of the logarithms, as the MAD estimates them;
-        above 0.
+        The allowed number of standard deviations of the logarithms, as estimated by the MAD; above
+        0.
     window : int, default 100
-        The number of earlier norms to compare with, at least 20. Before there are 10, only steps
-        that are not finite are listed.
+        The number of earlier norms to compare with, at least 20. With fewer than 10 earlier norms,
+        only non-finite steps are listed.
 
     Returns
     -------
@@ -99,14 +98,15 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
     Notes
     -----
-    Spikes stay in the window, where they hardly change a median and a MAD while they are less than
-    half of it; a new level is accepted after half a window. Norms that are 0, unknown or not finite
-    are left out. The deviation is taken to be at least 5 %.
+    Spikes stay in the window. They hardly change a median and a MAD while they are less than half
+    of it; after half a window a new level is accepted. Norms that are 0, unknown or non-finite are
+    excluded. The deviation is at least 5%.
 
-    The noisier the norms, the higher a spike must be: at least twice the median, so that a new
-    level is none, and 12 times where their logarithms have a standard deviation of 0.5. Bad data
-    that does not change the norms is not detected: a saturated network has small gradients for it.
-    A spike is not an early warning: the loss, or the updates of an optimizer, may rise first.
+    The noisier the norms, the higher a spike must be: at least twice the median, so that a small
+    change of level is not a spike, and 12 times the median if the logarithms have a standard
+    deviation of 0.5. Bad data that does not change the norms is not detected: a saturated network
+    has small gradients for it. A spike is not an early warning: the loss, or the updates of an
+    optimizer, may rise first.
 
     Examples
     --------
@@ -115,99 +115,155 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     >>> [spike.step for spike in insight.spikes(record)]
     [300]
     """
-    check(
-        "record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns"
-    )
-    z, window = positive("z", z), whole("window", window, FEWEST)
-    finite = record.finite & ~np.isinf(record.norms)  # a norm of NaN may only be unknown
-    medians, bounds = compared(record.norms, finite, z, window)
-    found = np.flatnonzero(~finite | (record.norms > bounds))
-    usual = ~np.isin(record.leaf_steps, record.steps[found])
+    expected = "a Record, the result of uniclip.insight.read"
+    check("record", record, isinstance(record, Record), expected)
+    z = positive("z", z)
+    window = whole("window", window, MIN_EARLIER)
+
+    # A norm of NaN in a finite step is unknown, not non-finite.
+    finite = record.finite & ~np.isinf(record.norms)
+    medians, thresholds = spike_thresholds(record.norms, finite, z, window)
     with np.errstate(over="ignore"):
         ratios = np.where(finite, record.norms, math.nan) / medians
-    return [
-        Spike(
-            step=int(record.steps[n]),
-            norm=float(record.norms[n]) if finite[n] else math.nan,
-            ratio=float(ratios[n]),
-            skipped=bool(record.skipped[n]),
-            leaves=_largest(record, record.steps[n], usual, window),
+
+    numbers = np.flatnonzero(~finite | (record.norms > thresholds))
+    # Leaves are recorded at every spike, so their medians must exclude the spikes.
+    usual_leaf_rows = ~np.isin(record.leaf_steps, record.steps[numbers])
+
+    listed = []
+    for number in numbers:
+        step = int(record.steps[number])
+        spike = Spike(
+            step=step,
+            norm=float(record.norms[number]) if finite[number] else math.nan,
+            ratio=float(ratios[number]),
+            skipped=bool(record.skipped[number]),
+            leaves=_leaves_with_largest_ratios(record, step, usual_leaf_rows, window),
         )
-        for n in found
-    ]
+        listed.append(spike)
+    return listed
 
 
 def largest(record: Record) -> list[Spike]:
-    """Return the spikes, the largest ratios first after those that are not finite.
+    """Return the spikes: the non-finite ones, then the others by descending ratio.
 
-    Of steps in a row that are spikes the first counts that is at least half as large as the largest
-    of them.
+    Of consecutive spikes, only the first counts that is at least half as large as the largest of
+    them.
     """
-    found, rows = spikes(record), list[list[Spike]]()
-    number = {step: number for number, step in enumerate(record.steps.tolist())}
+    found = spikes(record)
+    row_numbers = {step: number for number, step in enumerate(record.steps.tolist())}
+
+    series: list[list[Spike]] = []
     for spike in found:
-        follows = rows and number[spike.step] == number[rows[-1][-1].step] + 1
-        if follows and math.isnan(spike.norm) == math.isnan(rows[-1][-1].norm):
-            rows[-1].append(spike)
+        if series and _continues(spike, series[-1][-1], row_numbers):
+            series[-1].append(spike)
         else:
-            rows.append([spike])
-    first = [
-        next(one for one in row if not one.norm < max([other.norm for other in row]) / 2)
-        for row in rows
-    ]
-    return sorted(first, key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
+            series.append([spike])
+
+    first_spikes = [_first_large(consecutive) for consecutive in series]
+    return sorted(first_spikes, key=_descending_ratio)
 
 
-def compared(
-    norms: Array, finite: Array, z: float = Z, window: int = WINDOW
-) -> tuple[Array, Array]:
-    """Return the median of the norms before each step, and the threshold of a spike.
+def _continues(spike: Spike, previous: Spike, row_numbers: dict[int, int]) -> bool:
+    """Return whether a spike directly follows another one that is as finite as it is."""
+    if row_numbers[spike.step] != row_numbers[previous.step] + 1:
+        return False
+    return math.isnan(spike.norm) == math.isnan(previous.norm)
 
-    NaN and ∞ if too few are known.
 
-    The windows hold usable norms only; a step is compared with the usable norms before it.
+def _first_large(consecutive: list[Spike]) -> Spike:
+    """Return the first spike of at least half the largest norm, or the first non-finite one."""
+    half = max([spike.norm for spike in consecutive]) / 2
+    # A norm of NaN is not below any number.
+    return next(spike for spike in consecutive if not spike.norm < half)
+
+
+def _descending_ratio(spike: Spike) -> float:
+    """Return the sort key of a spike: a ratio of NaN comes first."""
+    if math.isnan(spike.ratio):
+        return -math.inf
+    return -spike.ratio
+
+
+def spike_thresholds(
+    norms: Floats, finite: Booleans, z: float = Z, window: int = WINDOW
+) -> tuple[Floats, Floats]:
+    """Return the median of the norms before each step, and the norm above which it is a spike.
+
+    They are NaN and infinity for a step with too few norms before it. Only usable norms count:
+    those that are finite and above 0.
     """
     with np.errstate(invalid="ignore"):
         usable = finite & (norms > 0)
-    logs = np.log(norms[usable])
-    middles, spreads = np.full(len(logs) + 1, np.nan), np.full(len(logs) + 1, np.inf)
-    for count in range(EARLY, min(window, len(logs) + 1)):
-        one = slice(count, count + 1)
-        middles[one], spreads[one] = _middle_and_spread(logs[None, :count])
-    for start in range(window, len(logs) + 1, _ROWS):
-        part = logs[start - window : start + _ROWS - 1]
-        rows = np.lib.stride_tricks.sliding_window_view(part, window)
-        middles[start : start + len(rows)], spreads[start : start + len(rows)] = _middle_and_spread(
-            rows
-        )
-    before: Array = np.cumsum(usable) - usable
-    least = np.where(np.arange(len(middles)) < FEWEST, math.log(LEAST_EARLY), math.log(LEAST))
+    medians, deviations = _windowed_medians(np.log(norms[usable]), window)
+
+    # Early medians are uncertain, so only very large norms are spikes there.
+    counts = np.arange(len(medians))
+    min_ratios = np.where(counts < MIN_EARLIER, MIN_RATIO_AT_START, MIN_RATIO)
+    margins = np.maximum(z * np.maximum(deviations, MIN_DEVIATION), np.log(min_ratios))
     with np.errstate(over="ignore"):
-        bounds = np.exp(middles + np.maximum(z * np.maximum(spreads, LEAST_SPREAD), least))
-    return np.exp(middles)[before], np.where(np.isnan(bounds), np.inf, bounds)[before]
+        thresholds = np.exp(medians + margins)
+    thresholds[np.isnan(thresholds)] = np.inf
+
+    # The number of usable norms before each step.
+    before: Integers = np.cumsum(usable) - usable
+    return np.exp(medians)[before], thresholds[before]
 
 
-def _middle_and_spread(rows: Array) -> tuple[Array, Array]:
-    """Return median and estimated standard deviation of each row."""
-    middles = np.median(rows, axis=1)
-    return middles, NORMAL * np.median(np.abs(rows - middles[:, None]), axis=1)
+def _windowed_medians(logs: Floats, window: int) -> tuple[Floats, Floats]:
+    """Return the median and the estimated standard deviation of the logarithms before each one.
 
-
-def _largest(record: Record, step: int, usual: Array, window: int) -> list[tuple[str, float]]:
-    """Return the leaves with the largest ratios at a step to their medians over the ``usual`` rows
-    before it.
+    The last entry is for the step after all of them. Entries with too few before them are NaN and
+    infinity.
     """
-    here = record.leaf_steps == step
-    earlier = record.leaves[usual & (record.leaf_steps < step)][-window:]
-    if not here.any():
+    medians = np.full(len(logs) + 1, np.nan)
+    deviations = np.full(len(logs) + 1, np.inf)
+
+    # At the start the window is still growing.
+    for count in range(MIN_EARLIER_AT_START, min(window, len(logs) + 1)):
+        median, deviation = _median_and_deviation(logs[None, :count])
+        medians[count] = median[0]
+        deviations[count] = deviation[0]
+
+    # All windows of a long run at once would take too much memory.
+    for start in range(window, len(logs) + 1, _WINDOWS_AT_ONCE):
+        section = logs[start - window : start + _WINDOWS_AT_ONCE - 1]
+        windows = np.lib.stride_tricks.sliding_window_view(section, window)
+        places = slice(start, start + len(windows))
+        medians[places], deviations[places] = _median_and_deviation(windows)
+
+    return medians, deviations
+
+
+def _median_and_deviation(rows: Floats) -> tuple[Floats, Floats]:
+    """Return the median and the estimated standard deviation of each row."""
+    medians = np.median(rows, axis=1)
+    distances = np.abs(rows - medians[:, None])
+    return medians, NORMAL * np.median(distances, axis=1)
+
+
+def _leaves_with_largest_ratios(
+    record: Record, step: int, usual_rows: Booleans, window: int
+) -> list[tuple[str, float]]:
+    """Return the leaves whose norms at a step are largest compared with their medians before it.
+
+    The medians cover the last ``window`` rows that are not spikes.
+    """
+    at_step = record.leaf_steps == step
+    if not at_step.any():
         return []
-    norms = record.leaves[here][0]
+    norms = record.leaves[at_step][0]
+    earlier = record.leaves[usual_rows & (record.leaf_steps < step)][-window:]
+
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a leaf that was never finite before
-        ratios = np.where(np.isfinite(norms), norms / np.nanmedian(earlier, axis=0), math.inf)
-    known = [
-        (label, ratio)
-        for label, ratio in zip(record.labels, ratios.tolist(), strict=True)
-        if not math.isnan(ratio)
-    ]
-    return sorted(known, key=lambda pair: -pair[1])[:_TOP]
+        # NumPy warns about leaves without an earlier finite norm; their median is NaN.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        ratios = norms / np.nanmedian(earlier, axis=0)
+    ratios[~np.isfinite(norms)] = math.inf
+
+    known = []
+    for label, ratio in zip(record.labels, ratios.tolist(), strict=True):
+        if not math.isnan(ratio):
+            known.append((label, ratio))
+    known.sort(key=lambda leaf: leaf[1], reverse=True)
+    return known[:_MAX_LEAVES]

@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: MIT
 """Clipping inside training frameworks.
 
-Each module imports its own library, and nothing here imports any.
+Each module imports its own framework. This one has what they share, and imports no framework.
 """
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from uniclip._core.plan import check_answers_differ
 from uniclip._errors import check, summarize
+from uniclip._types import Path
 from uniclip.compose import AnyRule, Masked, as_rule, rules_with_norms, walk_rules
 from uniclip.limits import Split
 from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import each_example, each_row, everything
 
+if TYPE_CHECKING:
+    from uniclip.insight.recorder import Recorder
+
 _package = sys.modules[__name__.partition(".")[0]]
 if not hasattr(_package, "Rule"):
-    _found = (
-        f"the package uniclip in {', '.join(_package.__path__)} is not that of uniclip-gradients, "
-        "or not all of it"
+    _problem = (
+        f"the package uniclip in {', '.join(_package.__path__)} is not uniclip-gradients, or only "
+        "a part of it"
     )
-    _why = (
-        "the clipboard tool called uniclip writes to the same folder, and the one installed last "
-        "wins"
+    _cause = (
+        "the clipboard tool uniclip installs into the same folder, and the last installation wins"
     )
     _repair = (
         "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
     )
-    _msg = f"{_found}: {_why}. To repair it: {_repair}"
+    _msg = f"{_problem}: {_cause}. To repair it, run: {_repair}"
     raise ImportError(_msg)
 
 
@@ -40,44 +45,52 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
     Raises
     ------
     TypeError
-        If it is neither.
+        If it is neither a rule nor a function.
     ValueError
         If it clips the gradients of single examples, which optimizers do not get.
     """
     rule = as_rule(rule)
-    # The second is uniclip.by_example_layer_norm.
-    if any(
-        one.scope == each_example or (one.scope == each_row and isinstance(one.limit, Split))
-        for one in rules_with_norms(rule)
-    ):
-        msg = (
-            f"{summarize(rule)} clips the gradients of single examples, and an optimizer gets those "
-            "of the batch: sum them by uc.clip_and_sum before, and give that, divided by their "
-            "number, to the optimizer"
-        )
-        raise ValueError(msg)
+    for inner in rules_with_norms(rule):
+        if _clips_examples(inner):
+            msg = (
+                f"{summarize(rule)} clips the gradients of single examples, but an optimizer gets "
+                "the gradients of the whole batch; call uc.clip_and_sum, divide the sum by the "
+                "number of examples, and pass that to the optimizer"
+            )
+            raise ValueError(msg)
     return rule
 
 
-def check_answers_differ_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
-    """Refuse a mask or a label inside of a rule that says the same of all leaves;
-    see `check_answers_differ`.
+def _clips_examples(rule: Rule) -> bool:
+    """Return whether a rule clips the gradients of single examples."""
+    if rule.scope == each_example:
+        return True
+    # uniclip.by_example_layer_norm divides one limit over the layers of each example.
+    return rule.scope == each_row and isinstance(rule.limit, Split)
 
-    Where it does not, the rule asks no more: at a step there may be only some of the leaves.
+
+def check_answers_differ_in(rule: BaseRule, paths: list[Path], leaves: Sequence[object]) -> None:
+    """Raise if a mask or a label function inside a rule gives one answer for all leaves.
+
+    See `check_answers_differ`. The rule does not repeat the check: a step may have gradients for
+    only some of the leaves.
     """
     for inner, function in masks_and_labels(rule):
-        answers = [function(*pair) for pair in zip(paths, leaves, strict=True)]
+        answers = [function(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
         if isinstance(inner, Masked):
-            check_answers_differ("masked(rule, where)", function, paths, list(map(bool, answers)))
+            selected = [bool(answer) for answer in answers]
+            check_answers_differ("masked(rule, where)", function, paths, selected)
         else:
             check_answers_differ("scopes.groups(label)", function, paths, answers)
+
         inner.tells_apart.append(True)
 
 
-def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Yield the masks and labels inside of a rule, functions of (path, leaf),
-    each after the rule that has it.
-    """
+def masks_and_labels(
+    rule: BaseRule,
+) -> Iterator[tuple[Masked | Rule, Callable[[Path, Any], Any]]]:
+    """Yield each mask and label function of (path, leaf) inside a rule, after its owner."""
     for inner in walk_rules(rule):
         if isinstance(inner, Masked):
             yield inner, inner.where
@@ -85,28 +98,30 @@ def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
             yield inner, inner.scope.label
 
 
-def check_record(record: Any, all_reduce: Any = None) -> None:
-    """Refuse an object that is not a recorder, and recording leaves that are not all in
-    one process.
-    """
+def check_record(record: Recorder | None, all_reduce: object = None) -> None:
+    """Raise if an object is not a recorder, is in use, or would record incomplete leaves."""
     if record is None:
         return
     from uniclip.insight.recorder import Recorder  # noqa: PLC0415 - most runs are not recorded
 
-    wanted = 'a recorder, such as uniclip.insight.Recorder("run.jsonl")'
-    check("record", record, isinstance(record, Recorder), wanted)
-    holder = None if record.holder is None else record.holder()
-    if holder is not None:
-        msg = f"{record!r} records {holder!r} already: give each optimizer a recorder of its own"
+    expected = 'a recorder, such as uniclip.insight.Recorder("run.jsonl")'
+    check("record", record, isinstance(record, Recorder), expected)
+
+    owner = None if record.holder is None else record.holder()
+    if owner is not None:
+        msg = f"{record!r} already records {owner!r}; create a separate recorder for each optimizer"
         raise ValueError(msg)
+
+    # Only the first process writes, and with all_reduce it has only its own leaves.
     if record.leaves and all_reduce is not None:
         msg = (
-            "with all_reduce each process has other leaves, and one of them writes: record "
-            "without leaves, or give distributed tensors, which need no all_reduce"
+            "a recorder with leaves=True can't be combined with all_reduce, because each process "
+            "has different leaves; use leaves=False, or distributed tensors, which need no "
+            "all_reduce"
         )
         raise ValueError(msg)
 
 
-def looks_at(what: str, rule: Any) -> bool:
-    """Whether the limit of a rule, or of a rule inside it, uses ``"loss"`` or ``"params"``."""
-    return any(what in one.limit.needs for one in rules_with_norms(rule))
+def looks_at(argument: str, rule: BaseRule) -> bool:
+    """Return whether a limit inside a rule needs ``"loss"`` or ``"params"``."""
+    return any(argument in inner.limit.needs for inner in rules_with_norms(rule))

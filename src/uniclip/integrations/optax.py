@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside optax: `to_optax` makes a rule a gradient transformation,
-for Flax and Equinox too.
+"""Clipping inside optax: `to_optax` turns a rule into a gradient transformation.
+
+It works wherever optax does, in Flax and Equinox, too.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from uniclip._errors import check, needs, stable
+from uniclip._types import Path, Tree
 from uniclip.compose import AnyRule, Chain, Masked
 from uniclip.integrations import rule_for_steps
 from uniclip.limits import PerGroup
 from uniclip.report import LOGGED, Report
-from uniclip.rule import Rule
+from uniclip.rule import BaseRule, Rule
 from uniclip.saved import from_dict as state_from_dict
 from uniclip.saved import to_dict as state_to_dict
 from uniclip.scopes import all_leaves
@@ -30,7 +32,7 @@ from uniclip.backends.jax import varying
 
 
 class ClipState(NamedTuple):
-    """The state of a transformation of `to_optax`: the rule's memory, and the last step's scalars.
+    """The state of a transformation of `to_optax`: the rule's state, and the last step's scalars.
 
     Structure, shapes and dtypes stay those of ``init``.
 
@@ -45,12 +47,15 @@ class ClipState(NamedTuple):
     {'clip/factor': 0.2, 'clip/limit': 1.0, 'clip/norm': 5.0, 'clip/share': 1.0}
     """
 
-    memory: Any
+    memory: Tree
     """The state of the rule."""
-    inner: Any
+    inner: optax.OptState
     """The state of the inner transformation."""
-    clip: dict[str, Any]
+    clip: dict[str, jax.Array]
     """0-d arrays by the names of `uniclip.Report.scalars`, zeros before the first step."""
+
+
+_STATE = "the state that init(params) or an earlier update of the same to_optax(rule) returned"
 
 
 def to_optax(
@@ -58,25 +63,25 @@ def to_optax(
     inner: optax.GradientTransformation | None = None,
     *,
     axis_name: str | tuple[str, ...] | None = None,
-    shared: Callable[[Any, Any], bool] | None = None,
+    shared: Callable[[Path, Any], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a gradient transformation that clips by a rule.
 
     Parameters
     ----------
     rule : Rule or callable
-        A callable gets one gradient array and returns the array to put in its place.
+        A callable gets one gradient array and returns the array to replace it.
     inner : optax.GradientTransformation, optional
-        The transformation of the clipped gradients. In a step that the rule skips the updates are
-        zeros, and the state of ``inner`` stays as it was: moments, step counts and schedules. Later
-        transformations in a chain see zeros.
+        The transformation of the clipped gradients. In a skipped step the updates are zeros, and
+        the state of ``inner`` does not change: moments, step counts and schedules. Later
+        transformations in a chain get zeros.
     axis_name : str or tuple of str, optional
-        The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a part* of the
-        gradients. Omit it where each device holds all gradients (averaged before), and under
+        The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a shard* of the
+        gradients. Omit it if each device holds all gradients (already averaged), and under
         ``jax.jit`` with sharded arrays.
     shared : callable, optional
-        ``shared(path, leaf)`` is true for a leaf that is the same on all devices of the axis, while
-        they hold parts of others. Needed where JAX does not know that: in ``jax.pmap``, and in
+        ``shared(path, leaf)`` is true for a leaf that is replicated along the axis, while other
+        leaves are sharded. Needed if JAX does not know that: in ``jax.pmap``, and in
         ``jax.shard_map`` with ``check_vma=False``.
 
     Returns
@@ -92,8 +97,8 @@ def to_optax(
         not a `ClipState` or has other scalars than the rule, or ``axis_name`` or ``shared`` has
         another type.
     ValueError
-        In ``update``, if the state is that of another number of norms. Which leaves or groups they
-        belong to is known, and compared, in what `to_dict` returns.
+        In ``update``, if the state belongs to another number of norms. Only the result of `to_dict`
+        also has the leaves or groups of the norms, which `from_dict` compares.
 
     Examples
     --------
@@ -107,72 +112,93 @@ def to_optax(
     >>> updates["w"].tolist(), float(scalars(state)["clip/norm"])
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    check(
-        "rule",
-        rule,
-        not isinstance(rule, optax.GradientTransformation),
-        "a rule, as in to_optax(rule, inner)",
-    )
+    is_transformation = isinstance(rule, optax.GradientTransformation)
+    check("rule", rule, not is_transformation, "a rule, as in to_optax(rule, inner)")
     rule = rule_for_steps(rule)
-    wanted = "an optax.GradientTransformation, such as optax.adam(1e-3)"
-    check("inner", inner, inner is None or isinstance(inner, optax.GradientTransformation), wanted)
-    inside = optax.with_extra_args_support(inner or optax.identity())
-    own = "what init(params), or an update before, of the same to_optax(rule) returned"
 
-    def init(params: Any) -> ClipState:
-        structure = jax.tree.structure(params)
-        if structure.num_nodes == 1 and not structure.num_leaves:  # as in optax.tree_map_params
-            logged = _names_for_any_params(rule)
-            return ClipState(
-                _memory_for_any_params(rule),
-                inside.init(params),
-                dict.fromkeys(logged, jnp.zeros(())),
-            )
+    fits = inner is None or isinstance(inner, optax.GradientTransformation)
+    check("inner", inner, fits, "an optax.GradientTransformation, such as optax.adam(1e-3)")
+    inner = optax.with_extra_args_support(inner or optax.identity())
 
-        zeros = _zeros_like(params)
-        memory = rule.init(zeros)
-        axis = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
-        _, _, report = rule.update(zeros, memory, zeros, axis)
-        seen = report.scalars()
-        # A mask may choose none of the leaves.
-        logged = _names_in(report) or _names_for_any_params(rule)
-        first = {
-            name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in logged
-        }
-        return ClipState(memory, inside.init(params), first)
+    def init(params: optax.Params) -> ClipState:
+        if _is_placeholder(params):
+            rule_state, clip = _init_for_any_params(rule)
+        else:
+            rule_state, clip = _init_for(rule, _zeros_like(params), axis_name)
+        return ClipState(rule_state, inner.init(params), clip)
 
     def update(
-        grads: Any, state: ClipState, params: Any = None, **extra: Any
-    ) -> tuple[Any, ClipState]:
-        check("state", state, isinstance(state, ClipState), own)
-        axis, loss = axis_name if jax.tree.leaves(grads) else None, extra.get("value")
-        clipped, memory, report = rule.update(
-            grads, state.memory, params, axis, loss=loss, shared=shared
+        grads: optax.Updates, state: ClipState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, ClipState]:
+        check("state", state, isinstance(state, ClipState), _STATE)
+
+        # Without gradients there is nothing to reduce along an axis.
+        axis = axis_name if jax.tree.leaves(grads) else None
+        clipped, rule_state, report = rule.update(
+            grads, state.memory, params, axis, loss=extra.get("value"), shared=shared
         )
-        updates, inner_state = inside.update(clipped, state.inner, params, **extra)
+
+        # Compiled code cannot branch on the flag, so compute the step and select the results.
+        updates, inner_state = inner.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
-            left_out = jax.tree.map(jnp.zeros_like, updates), state.inner
+            zeros = jax.tree.map(jnp.zeros_like, updates)
             updates, inner_state = jax.tree.map(
-                partial(jnp.where, report.skipped), left_out, (updates, inner_state)
+                partial(jnp.where, report.skipped), (zeros, state.inner), (updates, inner_state)
             )
-        # Loops and compiled steps need the dtypes of init; a step without gradients has not all
-        # scalars.
-        new, old = (memory, state.clip | report.scalars()), (state.memory, state.clip)
-        check("state", state, jax.tree.structure(new) == jax.tree.structure(old), own)
-        memory, clip = jax.tree.map(lambda array, known: jnp.asarray(array, known.dtype), new, old)
-        return updates, ClipState(memory, inner_state, clip)
+
+        # A step without gradients has fewer scalars, but the structure must stay.
+        clip = state.clip | report.scalars()
+        rule_state, clip = _keep_dtypes(state, rule_state, clip)
+        return updates, ClipState(rule_state, inner_state, clip)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scalars(opt_state: Any) -> dict[str, Any]:
+def _init_for(
+    rule: BaseRule, zeros: Tree, axis_name: str | tuple[str, ...] | None
+) -> tuple[Tree, dict[str, jax.Array]]:
+    """Return the first state of a rule and its scalars, which are 0, for zeros like parameters."""
+    rule_state = rule.init(zeros)
+
+    # A step shows the names and dtypes of the scalars. Outside `jax.shard_map` the axis is unknown.
+    is_mapped = any([varying(leaf) for leaf in jax.tree.leaves(zeros)])
+    _, _, report = rule.update(zeros, rule_state, zeros, axis_name if is_mapped else None)
+    first = report.scalars()
+
+    # A mask may select no leaf, so that the report is empty.
+    names = _names_in(report) or _names_for_any_params(rule)
+    clip = {}
+    for name in names:
+        dtype = getattr(first.get(name), "dtype", jnp.float32)
+        clip[name] = jnp.zeros((), dtype)
+    return rule_state, clip
+
+
+def _keep_dtypes(
+    state: ClipState, rule_state: Tree, clip: dict[str, jax.Array]
+) -> tuple[Tree, dict[str, jax.Array]]:
+    """Return a new state of the rule, and scalars, in the dtypes of an earlier state.
+
+    Loops and compiled steps need the dtypes of ``init``.
+    """
+    new = (rule_state, clip)
+    old = (state.memory, state.clip)
+    check("state", state, jax.tree.structure(new) == jax.tree.structure(old), _STATE)
+
+    result: tuple[Tree, dict[str, jax.Array]] = jax.tree.map(
+        lambda new_leaf, old_leaf: jnp.asarray(new_leaf, old_leaf.dtype), new, old
+    )
+    return result
+
+
+def scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """Return the scalars of the last step for a logger, from the state of an optimizer that clips.
 
     Parameters
     ----------
     opt_state : tree
-        The state of a transformation with `to_optax` anywhere inside; a Flax ``TrainState``, and
-        the ``opt_state`` of an ``nnx.Optimizer``, too.
+        The state of a transformation with `to_optax` anywhere inside, a Flax ``TrainState``, or
+        the ``opt_state`` of an ``nnx.Optimizer``.
 
     Returns
     -------
@@ -180,8 +206,8 @@ def scalars(opt_state: Any) -> dict[str, Any]:
         As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``,
         ``"clip/share"``, and for a rule that may skip a step ``"clip/skipped"``; empty for a rule
         that measures no norm. With several clip states the names of the first end with ``"/0"``,
-        and so on, in the order of the tree; those inside of others come last. Nothing is read from
-        the device.
+        and so on, in the order of the tree; nested clip states come last. Nothing is read from the
+        device.
 
     Raises
     ------
@@ -199,33 +225,35 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     >>> {name: round(float(value), 2) for name, value in scalars(state).items()}
     {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 1.0}
     """
+    named_scalars = {}
     states = _clip_states(opt_state)
-    ends = [""] if len(states) == 1 else [f"/{number}" for number in range(len(states))]
-    return {
-        name + end: array
-        for end, state in zip(ends, states, strict=True)
-        for name in LOGGED  # compiled code returns a dict in the order of its keys
-        # One or none; NNX puts each into a variable.
-        for array in jax.tree.leaves(state.clip.get(name))
-    }
+    for number, state in enumerate(states):
+        suffix = "" if len(states) == 1 else f"/{number}"
+
+        # Compiled code sorts a dict by its keys, so restore the order of the names.
+        for name in LOGGED:
+            # An NNX variable holds each scalar as its only leaf.
+            for scalar in jax.tree.leaves(state.clip.get(name)):
+                named_scalars[name + suffix] = scalar
+    return named_scalars
 
 
-def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
-    """Return a rule's memory as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+def to_dict(rule: AnyRule, opt_state: optax.OptState, params: optax.Params) -> dict[str, Any]:
+    """Return a rule's state as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
 
     Parameters
     ----------
     rule : Rule, ByValue, Chain, Masked, or callable
-        That of `to_optax`.
+        The rule of `to_optax`.
     opt_state : tree
-        The state of an optimizer with one `to_optax` anywhere inside; as in `scalars`.
+        The state of an optimizer with one `to_optax` anywhere inside, as in `scalars`.
     params : tree
-        They name the leaves of the norms in the state.
+        The parameters, which name the leaves of the norms in the state.
 
     Raises
     ------
     TypeError
-        If the state's memory has other shapes than that of the rule for ``params``.
+        If the state has other shapes than that of the rule for ``params``.
     ValueError
         If there is no clip state, or several.
 
@@ -240,32 +268,37 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
     >>> to_dict(rule, state, params)["state"]
     {'averages': [5.0], 'count': 1}
     """
-    [state] = _clip_states(opt_state, most=1)
-    rule, zeros = rule_for_steps(rule), _zeros_like(params)
-    first, arrays = rule.init(zeros), jax.tree.leaves(state.memory)
-    fits = list(map(jnp.shape, arrays)) == list(map(jnp.shape, jax.tree.leaves(first)))
-    check(
-        "opt_state",
-        opt_state,
-        fits,
-        "that of an optimizer with this rule, for params of these shapes",
-    )
-    return state_to_dict(rule, jax.tree.unflatten(jax.tree.structure(first), arrays), zeros)
+    [state] = _clip_states(opt_state, at_most=1)
+    rule = rule_for_steps(rule)
+    zeros = _zeros_like(params)
+    first_state = rule.init(zeros)
+
+    # Flax wraps the arrays of a state, so compare the arrays and not the containers.
+    arrays = jax.tree.leaves(state.memory)
+    shapes = [jnp.shape(array) for array in arrays]
+    expected_shapes = [jnp.shape(array) for array in jax.tree.leaves(first_state)]
+    expected = "the state of an optimizer with this rule, for params of these shapes"
+    check("opt_state", opt_state, shapes == expected_shapes, expected)
+
+    rule_state = jax.tree.unflatten(jax.tree.structure(first_state), arrays)
+    return state_to_dict(rule, rule_state, zeros)
 
 
-def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> Any:
-    """Return the state of an optimizer with a rule's memory that was saved before.
+def from_dict(
+    rule: AnyRule, saved: dict[str, Any], opt_state: optax.OptState, params: optax.Params
+) -> optax.OptState:
+    """Return the state of an optimizer with a saved state of its rule.
 
-    It may be that of any integration, in any framework.
+    The rule's state may come from any integration, in any framework.
 
     Parameters
     ----------
     rule : Rule, ByValue, Chain, Masked, or callable
-        That of `to_optax`.
+        The rule of `to_optax`.
     saved : dict
-        An empty dict starts over.
+        The saved state; an empty dict starts with empty state.
     opt_state : tree
-        The state of ``init(params)`` or ``update``; the rest of it stays as it is.
+        The state that ``init(params)`` or ``update`` returned; the rest of it does not change.
     params : tree
 
     Raises
@@ -289,113 +322,137 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     >>> float(state[0].memory.averages[0])
     5.0
     """
-    [state] = _clip_states(opt_state, most=1)
-    memory = jax.tree.leaves(state_from_dict(rule_for_steps(rule), saved, _zeros_like(params)))
-    new = state._replace(memory=jax.tree.unflatten(jax.tree.structure(state.memory), memory))
+    [state] = _clip_states(opt_state, at_most=1)
+    rule_state = state_from_dict(rule_for_steps(rule), saved, _zeros_like(params))
+
+    # Flax wraps the arrays of a state; the new ones go into the same containers.
+    structure = jax.tree.structure(state.memory)
+    new = state._replace(memory=jax.tree.unflatten(structure, jax.tree.leaves(rule_state)))
     return optax.tree_utils.tree_set(opt_state, _is_clip_state, ClipState=new)
 
 
-def _clip_states(opt_state: Any, most: float = math.inf) -> list[ClipState]:
-    """Return the clip states in the state of an optimizer, from one to ``most``.
+def _clip_states(opt_state: optax.OptState, at_most: float = math.inf) -> list[ClipState]:
+    """Return the clip states in the state of an optimizer, nested ones last.
 
-    Those inside of others come last.
+    Raise if there is none, or more than ``at_most``.
     """
     found = optax.tree_utils.tree_get_all_with_path(opt_state, ClipState.__name__, _is_clip_state)
-    if not 1 <= len(found) <= most:
-        wanted = "one ClipState" if most == 1 else "a ClipState"
+    if not 1 <= len(found) <= at_most:
+        expected = "one ClipState" if at_most == 1 else "a ClipState"
         msg = (
-            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass the state "
-            "of an optimizer, as of optax.chain(to_optax(rule), optax.adam(0.1)); of one with "
-            "several rules, the part of one, opt_state[0]"
+            f"opt_state must hold {expected}, but it holds {len(found) or 'none'}; pass the state "
+            "of an optimizer such as optax.chain(to_optax(rule), optax.adam(0.1)), or with several "
+            "rules the state of one, such as opt_state[0]"
         )
         raise ValueError(msg)
     return [state for _, state in found]
 
 
-def _is_clip_state(_: Any, node: Any) -> bool:
+def _is_clip_state(_path: object, node: object) -> bool:
+    """Return whether a node of a tree is a clip state."""
     return isinstance(node, ClipState)
 
 
-def _zeros_like(params: Any) -> Any:
-    """Return zeros like parameters.
+def _zeros_like(params: optax.Params) -> Tree:
+    """Return zeros like parameters, without the variables of Flax NNX.
 
-    The optimizer of Flax NNX gives ``init`` variables, and ``update`` arrays.
+    The optimizer of Flax NNX passes variables to ``init``, but arrays to ``update``.
     """
-    return jax.tree.map(
-        jnp.zeros_like, jax.tree.map(_without_variable, params, is_leaf=_is_variable)
-    )
+    arrays = jax.tree.map(_without_variable, params, is_leaf=_is_variable)
+    return jax.tree.map(jnp.zeros_like, arrays)
 
 
-def _without_variable(leaf: Any) -> Any:
-    """Return what a variable holds: an array, a tree of arrays,
-    or a node without one where a mask leaves it out.
-    """
+def _without_variable(leaf: Tree) -> Tree:
+    """Return the contents of a variable: an array, a tree of arrays, or a masked node."""
     if not _is_variable(leaf):
         return leaf
-    [value] = jax.tree.leaves(leaf, is_leaf=lambda inner: inner is not leaf)
-    return value
+    [contents] = jax.tree.leaves(leaf, is_leaf=lambda inner: inner is not leaf)
+    return contents
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: Tree) -> bool:
+    """Return whether a node of a tree is a variable of Flax NNX."""
     return hasattr(node, "get_metadata")
 
 
 def _names_in(report: Report) -> list[str]:
-    """Return the names of the scalars of such reports, of which one of no gradient has none."""
+    """Return the names of the scalars of reports like this one, which may lack gradients."""
+    # A report without gradients has these fields, but no scalars.
     optional = {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
     return [name for name in LOGGED if optional.get(name, report.finite) is not None]
 
 
-# optax.tree_map_params asks for a state by a node without children, in the place of any parameters,
-# and maps over what it gets and the real state together. So both must have the same structure, and
-# no mask and no label may be asked.
+# `optax.tree_map_params` calls ``init`` with a placeholder that stands for any parameters, and maps
+# over the result together with the real state. Both must have the same structure, and no mask and
+# no label function can be called.
 
 
-def _one() -> jax.Array:
-    """Return a parameter that stands for all."""
+def _is_placeholder(params: optax.Params) -> bool:
+    """Return whether ``init`` is called by `optax.tree_map_params`: with a node without leaves."""
+    structure = jax.tree.structure(params)
+    return bool(structure.num_nodes == 1 and not structure.num_leaves)
+
+
+def _init_for_any_params(rule: BaseRule) -> tuple[Tree, dict[str, jax.Array]]:
+    """Return a state of a rule, and its scalars, with the structure for any parameters."""
+    clip = dict.fromkeys(_names_for_any_params(rule), jnp.zeros(()))
+    return _state_for_any_params(rule), clip
+
+
+def _one_param() -> jax.Array:
+    """Return a parameter that stands for any parameters."""
     return jnp.zeros(1)
 
 
-def _memory_for_any_params(rule: Any) -> Any:
-    """Return a memory with the structure that it has for all parameters.
+def _has_state(rule: BaseRule) -> TypeGuard[Rule]:
+    """Return whether a rule with norms has state."""
+    return isinstance(rule, Rule) and rule.stateful
 
-    Where the number of its arrays depends on the parameters, a single array stands for all of it.
+
+def _state_for_any_params(rule: BaseRule) -> Tree:
+    """Return a state with the structure that it has for any parameters.
+
+    If the number of its arrays depends on the parameters, a single array stands for all of them.
     """
     if isinstance(rule, Chain):
-        return tuple(map(_memory_for_any_params, rule.rules))
+        return tuple([_state_for_any_params(inner) for inner in rule.rules])
     if isinstance(rule, Masked):
-        return _memory_for_any_params(rule.rule)
-    if not (isinstance(rule, Rule) and rule.stateful):
-        return rule.init(_one())
+        return _state_for_any_params(rule.rule)
+    if not _has_state(rule):
+        return rule.init(_one_param())
+    # Norms along axes are stacked by their shapes.
     if rule.scope.axes is not None:
-        return _one()
+        return _one_param()
 
-    memories = [one.init(_one()) for one in _rules_of_one_norm(rule)]
-    return tuple(memories) if isinstance(rule.limit, PerGroup) else memories[0]
+    states = [single.init(_one_param()) for single in _rules_of_one_norm(rule)]
+    return tuple(states) if isinstance(rule.limit, PerGroup) else states[0]
 
 
-def _names_for_any_params(rule: Any) -> list[str]:
+def _names_for_any_params(rule: BaseRule) -> list[str]:
     """Return the names of the scalars of a rule's reports."""
-    if isinstance(rule, Chain):
-        of_rules = {name for one in rule.rules for name in _names_for_any_params(one)}
-        return [name for name in LOGGED if name in of_rules]
     if isinstance(rule, Masked):
+        # A mask skips only its own leaves, never the step.
         return [name for name in _names_for_any_params(rule.rule) if name != "clip/skipped"]
-    if not (isinstance(rule, Rule) and rule.stateful):
-        return _names_in(rule.update({}, rule.init({}), {})[2])
 
-    reports = [one.update(_one(), one.init(_one()), _one())[2] for one in _rules_of_one_norm(rule)]
-    found = {name for report in reports for name in _names_in(report)}
-    return [name for name in LOGGED if name in found]
+    names: set[str] = set()
+    if isinstance(rule, Chain):
+        for inner in rule.rules:
+            names.update(_names_for_any_params(inner))
+    elif _has_state(rule):
+        for single in _rules_of_one_norm(rule):
+            _, _, report = single.update(_one_param(), single.init(_one_param()), _one_param())
+            names.update(_names_in(report))
+    else:
+        _, _, report = rule.update({}, rule.init({}), {})
+        names.update(_names_in(report))
+    return [name for name in LOGGED if name in names]
 
 
 def _rules_of_one_norm(rule: Rule) -> list[Rule]:
-    """Return rules that measure one norm of all leaves, with the limit of each group,
-    in the order of their states.
-    """
+    """Return rules with one norm of all leaves and the limit of one group, in state order."""
     limits = [rule.limit]
     if isinstance(rule.limit, PerGroup):
-        limits = [
-            limit for _, limit in sorted(rule.limit.limits, key=lambda pair: stable(repr(pair[0])))
-        ]
+        # The states of groups are sorted by their labels.
+        by_label = sorted(rule.limit.limits, key=lambda pair: stable(repr(pair[0])))
+        limits = [limit for _, limit in by_label]
     return [dataclasses.replace(rule, limit=limit, scope=all_leaves) for limit in limits]

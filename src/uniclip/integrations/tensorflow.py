@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside TensorFlow 1 optimizers: wrap one once,
-and every ``apply_gradients`` clips first.
+"""Clipping inside TensorFlow 1 optimizers: a wrapper whose ``apply_gradients`` clips first.
+
+Not for the optimizers of Keras, which have `uniclip.integrations.keras`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ from uniclip._errors import needs
 with needs("TensorFlow", "tensorflow"):
     import tensorflow as tf
 
-from collections import Counter
-from collections.abc import Iterable
-from itertools import chain, count
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import optree
 
 from uniclip._errors import LIMIT, check, nonnegative, summarize
-from uniclip._types import Number
+from uniclip._types import Number, State
 from uniclip.compose import AnyRule
 from uniclip.integrations import rule_for_steps
 from uniclip.presets.fixed import by_global_norm
@@ -31,17 +30,19 @@ __all__ = ["ClippedOptimizer", "clip_gradients_by_norm"]
 
 tf1 = tf.compat.v1
 
+if TYPE_CHECKING:
+    Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+    GradientAndVariable: TypeAlias = tuple[Gradient, tf.Variable]
+
 
 def clip_gradients_by_norm(
     optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number
 ) -> ClippedOptimizer:
-    """Return an optimizer that clips by the global norm.
+    """Return an optimizer that clips by the global norm, as in ``tf.contrib.estimator``.
 
-    ``tf.contrib.estimator`` had a function of this name that did.
-
-    Despite its name it does not clip each gradient by its own norm: it multiplies all gradients by
-    ``min(1, clip_norm / ‖all gradients‖₂)``. To clip each by its own norm, use `ClippedOptimizer`
-    with the rule `uniclip.by_norm`.
+    Despite its name, the function does not clip each gradient by its own norm: it multiplies all
+    gradients by ``min(1, clip_norm / ‖all gradients‖₂)``. To clip each gradient by its own norm,
+    use `ClippedOptimizer` with the rule `uniclip.by_norm`.
 
     Parameters
     ----------
@@ -68,14 +69,15 @@ def clip_gradients_by_norm(
     >>> w.numpy()
     array([-3., -4.], dtype=float32)
     """
-    return ClippedOptimizer(optimizer, by_global_norm(nonnegative("clip_norm", clip_norm, LIMIT)))
+    limit = nonnegative("clip_norm", clip_norm, LIMIT)
+    return ClippedOptimizer(optimizer, by_global_norm(limit))
 
 
 class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     """Wrap a TensorFlow 1 optimizer: ``apply_gradients`` clips all gradients by a rule first.
 
-    ``compute_gradients`` returns unclipped gradients, so that gradients changed in between are
-    clipped once, and last. It works in sessions, eagerly and in ``tf.function``, on resource
+    ``compute_gradients`` returns unclipped gradients, so that you can change them before they are
+    clipped. The wrapper works in sessions, in eager code and in ``tf.function``, on resource
     variables and reference variables.
 
     Parameters
@@ -85,15 +87,15 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         variables.
     rule : Rule or callable
         The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``.
-        Each array in the state of a rule with memory is a variable that is saved with the others,
-        and updated by the train op.
+        Each array in the state of a stateful rule is a variable, which is saved with the others and
+        updated by the train op.
 
     Attributes
     ----------
     rule : Rule
     report : Report or None
         The report of the train op built last, in tensors of its graph: run them with the train op.
-        In eager code the report of the last step. ``None`` before.
+        In eager code, the report of the last step. ``None`` before the first.
     loss : 0-d array or None
         The loss of the next ``apply_gradients``, for rules that use it. ``minimize`` sets it;
         ``None`` after the step.
@@ -108,11 +110,11 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     Notes
     -----
     A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve
-    `uniclip.curves.reject`, is not taken: variables, slots and ``global_step`` stay as they are.
+    `uniclip.curves.reject`, changes nothing: variables, slots and ``global_step`` stay as they are.
 
     All train ops that one optimizer builds in a graph share one state. ``get_slot`` and
-    ``get_slot_names`` know the slots of the wrapped optimizer; ``variables`` returns its variables,
-    and those of the state.
+    ``get_slot_names`` return the slots of the wrapped optimizer; ``variables`` returns its
+    variables and those of the state.
 
     Examples
     --------
@@ -134,46 +136,53 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         _check_optimizer(optimizer)
+
+        # The wrapper shares the name, the slots and the other variables of the optimizer, and the
+        # values that a checkpoint restores later.
         optimizer._maybe_initialize_trackable()  # noqa: SLF001
-        # Name, slots, other variables, and what checkpoints are to restore.
         self.__dict__.update(vars(optimizer))
+
         self.rule = rule_for_steps(rule)
         self.loss: Number | None = None
         self._wrapped = optimizer
-        self._memories: dict[Any, _Memory] = {}
+        self._rule_states: dict[tf.Graph | None, _RuleState] = {}
 
     def __repr__(self) -> str:
         """Return the rule, and the wrapped optimizer."""
         return f"<ClippedOptimizer: {self.rule!r}, {type(self._wrapped).__name__}>"
 
-    def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def minimize(
+        self, loss: tf.Tensor | Callable[[], tf.Tensor], *args: Any, **kwargs: Any
+    ) -> tf.Operation | None:
         """Compute the gradients of ``loss``, clip and apply them.
 
         See ``tf.compat.v1.train.Optimizer``.
         """
+        # The rule may use the loss, which `apply_gradients` does not get.
         if not callable(loss):
             self.loss = loss
             return super().minimize(loss, *args, **kwargs)
 
-        def seen() -> Any:
+        def compute_loss() -> tf.Tensor:
             self.loss = loss()
             return self.loss
 
-        return super().minimize(seen, *args, **kwargs)
+        return super().minimize(compute_loss, *args, **kwargs)
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the pairs of an unclipped gradient and its variable,
-        as the wrapped optimizer does.
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[GradientAndVariable]:
+        """Return the pairs of an unclipped gradient and its variable.
+
+        See ``tf.compat.v1.train.Optimizer``.
         """
-        pairs: list[tuple[Any, Any]] = self._wrapped.compute_gradients(*args, **kwargs)
+        pairs: list[GradientAndVariable] = self._wrapped.compute_gradients(*args, **kwargs)
         return pairs
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        global_step: Any = None,
+        grads_and_vars: Iterable[GradientAndVariable],
+        global_step: tf.Variable | None = None,
         name: str | None = None,
-    ) -> Any:
+    ) -> tf.Operation | None:
         """Clip the gradients and apply them; see ``tf.compat.v1.train.Optimizer``.
 
         Parameters
@@ -181,151 +190,177 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         grads_and_vars : iterable of pairs
             Gradients (dense, ``IndexedSlices`` or ``None``) and their variables, not clipped.
         global_step : variable, optional
-            Counts the steps that are taken.
+            Counts the steps that are not skipped.
         name : str, optional
             The name of the operation.
 
         Returns
         -------
         tf.Operation
-            It clips, applies, and changes the state of the rule; ``None`` in eager code.
+            The train op, which clips, applies, and updates the state of the rule; ``None`` in eager
+            code.
 
         Raises
         ------
         TypeError, ValueError
             As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if a
-            variable is not among those of the first step, for a rule with memory of each leaf; or
+            variable is not among those of the first step, for a rule with state for each leaf; or
             under a strategy of ``tf.distribute``.
         """
         _check_strategy()
-        pairs, loss, self.loss = list(grads_and_vars), self.loss, None
-        memory = self._memory([variable for _, variable in pairs])
-        params = _named([variable for _, variable in pairs], memory.params)
-        grads = dict.fromkeys(memory.params) | {
-            name: None if grad is None else tf1.convert_to_tensor_or_indexed_slices(grad)
-            for name, (grad, _) in zip(params, pairs, strict=True)
-        }
-        loss = None if loss is None else tf.reduce_sum(loss)  # as the gradients are
-        state = memory.state([variable.read_value() for variable in memory.variables])
-        clipped, new, self.report = self.rule.update(
-            grads, state, memory.params | params, loss=loss
+        pairs = list(grads_and_vars)
+        loss = self.loss
+        self.loss = None
+        if loss is not None:
+            # The gradients of a loss for each example are those of the sum.
+            loss = tf.reduce_sum(loss)
+
+        variables = [variable for _, variable in pairs]
+        rule_state = self._rule_state(variables)
+        params = _name_variables(variables, rule_state.params)
+
+        # Variables of the first step without a gradient in this one keep their state.
+        grads: dict[str, Gradient] = dict.fromkeys(rule_state.params)
+        for key, (grad, _) in zip(params, pairs, strict=True):
+            grads[key] = None
+            if grad is not None:
+                grads[key] = tf1.convert_to_tensor_or_indexed_slices(grad)
+
+        old_state = rule_state.read()
+        clipped, new_state, self.report = self.rule.update(
+            grads, old_state, rule_state.params | params, loss=loss
         )
-        pairs = [(clipped[name], variable) for name, variable in params.items()]
-        with tf.control_dependencies(memory.assign(new, state)):
+
+        pairs = [(clipped[key], variable) for key, variable in params.items()]
+        with tf.control_dependencies(rule_state.assign(new_state, old_state)):
             if self.report.skipped is None:
                 return self._wrapped.apply_gradients(pairs, global_step, name)
             return self._apply_unless(self.report.skipped, pairs, global_step, name)
 
     def _apply_unless(
-        self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None
-    ) -> Any:
+        self,
+        skipped: tf.Tensor,
+        pairs: list[GradientAndVariable],
+        global_step: tf.Variable | None,
+        name: str | None,
+    ) -> tf.Operation | None:
         """Let the wrapped optimizer take the step, unless the rule skips it."""
-        with tf.init_scope():  # in the branch their names would begin with its name
-            self._wrapped._create_slots([variable for grad, variable in pairs if grad is not None])  # noqa: SLF001
+        # Slots created in a branch would get the branch's name as a prefix.
+        with tf.init_scope():
+            with_gradient = [variable for grad, variable in pairs if grad is not None]
+            self._wrapped._create_slots(with_gradient)  # noqa: SLF001
+
         train_ops = tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)
-        others = list(train_ops)
-        taken = tf.cond(
+        earlier_ops = list(train_ops)
+        applied = tf.cond(
             skipped,
             tf.no_op,
             lambda: tf.group(self._wrapped.apply_gradients(pairs, global_step, name)),
         )
         if tf.executing_eagerly():
             return None
-        train_op = tf.group(taken, name=name or self._name)
-        train_ops[:] = [*others, train_op]  # not the one in the branch, which cannot be run
+
+        # The wrapped optimizer has added the train op in the branch, which cannot be run.
+        train_op = tf.group(applied, name=name or self._name)
+        train_ops[:] = [*earlier_ops, train_op]
         return train_op
 
-    def _memory(self, variables: list[Any]) -> _Memory:
-        """Return the state of the rule; it is made at the first step in a graph."""
+    def _rule_state(self, variables: list[tf.Variable]) -> _RuleState:
+        """Return the state of the rule in this graph, which the first step creates."""
         graph = _outermost_graph()
-        if graph not in self._memories:
-            params = _named(variables, {}) if self.rule.stateful else {}
-            first = self.rule.init(_zeros(params))
-            names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
-            # Outside of tf.function and tf.cond.
-            with tf.init_scope(), tf.variable_creator_scope(_as_resource):
-                made = [
-                    self._create_non_slot_variable(array, name, variables[0])
-                    for array, name in zip(optree.tree_leaves(first), names, strict=True)
-                ]
-            self._memories[graph] = _Memory(params, first, made)
-        return self._memories[graph]
+        if graph in self._rule_states:
+            return self._rule_states[graph]
 
-    def rule_state_dict(self, session: Any = None) -> dict[str, Any]:
-        """Return the rule's memory as plain numbers and lists,
-        in the format of `uniclip.Clipper.state_dict`.
+        # Without state there is nothing to keep for a variable.
+        params = _name_variables(variables, {}) if self.rule.stateful else {}
+        first = self.rule.init(_zeros_like(params))
+        names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
+
+        # The scope creates the variables outside `tf.function` and `tf.cond`.
+        with tf.init_scope(), tf.variable_creator_scope(_create_resource_variable):
+            state_variables = [
+                self._create_non_slot_variable(array, name, variables[0])
+                for array, name in zip(optree.tree_leaves(first), names, strict=True)
+            ]
+        self._rule_states[graph] = _RuleState(params, first, state_variables)
+        return self._rule_states[graph]
+
+    def rule_state_dict(self, session: tf.compat.v1.Session | None = None) -> dict[str, Any]:
+        """Return the rule's state as plain numbers, in the format of `uniclip.Clipper.state_dict`.
 
         Parameters
         ----------
         session : tf.compat.v1.Session, optional
-            In a graph, the session with the values; by default the one that was entered.
+            In a graph, the session with the values; by default the current session.
 
         Returns
         -------
         dict
             Without slots and other variables. Empty before the first ``minimize`` or
-            ``apply_gradients``, which create the variables, and for a rule without memory.
+            ``apply_gradients``, which create the variables, and for a rule without state.
 
         Raises
         ------
         ValueError
             In a graph, if there is no session.
         """
-        memory, session = self._found(session)
-        if memory is None:
+        session = _session_or_eager(session)
+        rule_state = self._find_rule_state(session)
+        if rule_state is None:
             return {}
-        made = memory.variables
-        values = [variable.numpy() for variable in made] if session is None else session.run(made)
-        return to_dict(self.rule, memory.state(values), _zeros(memory.params))
 
-    def load_rule_state_dict(self, saved: dict[str, Any], session: Any = None) -> None:
-        """Restore a rule's memory that was saved by any integration, in any framework.
+        if session is None:
+            values = [variable.numpy() for variable in rule_state.variables]
+        else:
+            values = session.run(rule_state.variables)
+        return to_dict(self.rule, rule_state.unflatten(values), _zeros_like(rule_state.params))
+
+    def load_rule_state_dict(
+        self, saved: dict[str, Any], session: tf.compat.v1.Session | None = None
+    ) -> None:
+        """Restore a rule's state that was saved by any integration, in any framework.
 
         Parameters
         ----------
         saved : dict
-            An empty dict starts over.
+            The saved state; an empty dict starts with empty state.
         session : tf.compat.v1.Session, optional
-            In a graph, the session to set, after the variables are initialized; by default the one
-            that was entered.
+            In a graph, the session to set, after the variables are initialized; by default the
+            current session.
 
         Raises
         ------
         TypeError
             If ``saved`` is not a dict.
         ValueError
-            Before the first ``minimize`` or ``apply_gradients``, or if the rule has no memory; if
-            it is that of another rule or of other variables; in a graph, if there is no session.
+            Before the first ``minimize`` or ``apply_gradients``, or if the rule has no state; if
+            ``saved`` belongs to another rule or other variables; in a graph, if there is no
+            session.
         """
-        memory, session = self._found(session)
-        if memory is None or not memory.variables:
+        session = _session_or_eager(session)
+        rule_state = self._find_rule_state(session)
+        if rule_state is None or not rule_state.variables:
             msg = (
-                "the rule has no variables (yet): call load_rule_state_dict after minimize or "
+                "the rule has no variables (yet); call load_rule_state_dict after minimize or "
                 "apply_gradients"
             )
             raise ValueError(msg)
-        state = from_dict(self.rule, saved, _zeros(memory.params))
-        for variable, value in zip(memory.variables, optree.tree_leaves(state), strict=True):
+
+        state = from_dict(self.rule, saved, _zeros_like(rule_state.params))
+        for variable, array in zip(rule_state.variables, optree.tree_leaves(state), strict=True):
             if session is None:
-                variable.assign(value)
-            else:  # without a new operation, as the graph may be finalized
-                session.run(variable.initializer, {variable.initializer.inputs[1]: value})
+                variable.assign(array)
+            else:
+                # The graph may be finalized, so that a new operation would fail.
+                session.run(variable.initializer, {variable.initializer.inputs[1]: array})
 
-    def _found(self, session: Any) -> tuple[_Memory | None, Any]:
-        """Return the state of the rule, and the session in which its values are;
-        ``None`` in eager code.
-        """
-        session = tf1.get_default_session() if session is None else session
-        if session is None and not tf.executing_eagerly():
-            msg = (
-                "the values are in a session: pass it, session=..., or enter it, `with "
-                "session.as_default():`"
-            )
-            raise ValueError(msg)
-        return self._memories.get(_outermost_graph() if session is None else session.graph), session
+    def _find_rule_state(self, session: tf.compat.v1.Session | None) -> _RuleState | None:
+        """Return the state of the rule in the graph of a session, if there is one yet."""
+        graph = _outermost_graph() if session is None else session.graph
+        return self._rule_states.get(graph)
 
-    def scalars(self) -> dict[str, Any]:
-        """Return the scalars for a logger, ready for ``tf.compat.v1.summary.scalar``.
+    def scalars(self) -> dict[str, tf.Tensor]:
+        """Return the scalars for a logger such as ``tf.compat.v1.summary.scalar``.
 
         See `uniclip.Report.scalars`.
 
@@ -334,8 +369,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         dict of str to 0-d tensor
             ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` for rules that
             have one, ``"clip/factor"``, ``"clip/share"`` and, for a rule that may skip a step,
-            ``"clip/skipped"``. Run with the train op they belong to the same step. Inside of a
-            ``tf.function``, or of the branch of a ``tf.cond``, they can be read inside only.
+            ``"clip/skipped"``. Run them with the train op to get the scalars of the same step.
+            Scalars of a ``tf.function``, or of a branch of a ``tf.cond``, are valid only inside it.
 
         Raises
         ------
@@ -343,93 +378,134 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             Before the first ``minimize`` or ``apply_gradients``.
         """
         if self.report is None:
-            msg = "there is no report yet: call scalars() after minimize() or apply_gradients()"
+            msg = "there is no report yet; call scalars() after minimize() or apply_gradients()"
             raise ValueError(msg)
         return self.report.scalars()
 
 
-class _Memory(NamedTuple):
+class _RuleState(NamedTuple):
     """The state of a rule in a graph."""
 
-    params: dict[str, Any]
-    """The parameters that it is for."""
+    params: dict[str, tf.Variable]
+    """The parameters of the first step, by name."""
     first: Any
     """The state before the first step, in NumPy arrays."""
-    variables: list[Any]
-    """One for each of them."""
+    variables: list[tf.Variable]
+    """A variable for each array of the state."""
 
-    def state(self, values: list[Any]) -> Any:
-        """Return the state with these values of the variables."""
-        return optree.tree_unflatten(optree.tree_structure(self.first), values)
+    def unflatten(self, arrays: Sequence[object]) -> State:
+        """Return the state with these arrays."""
+        structure = optree.tree_structure(self.first)
+        return cast("State", optree.tree_unflatten(structure, arrays))
 
-    def assign(self, new: Any, old: Any) -> list[Any]:
-        """Return the operations that assign a new state once the old one is read."""
+    def read(self) -> State:
+        """Return the state in tensors."""
+        return self.unflatten([variable.read_value() for variable in self.variables])
+
+    def assign(self, new: Any, old: Any) -> list[tf.Operation]:
+        """Return the operations that assign a new state, after the old one is read."""
+        tensors = zip(self.variables, optree.tree_leaves(new), strict=True)
+        # In a graph, operations without such an edge run in any order.
         with tf.control_dependencies(optree.tree_leaves(old)):
-            pairs = zip(self.variables, optree.tree_leaves(new), strict=True)
-            return [variable.assign(value, read_value=False) for variable, value in pairs]
+            return [variable.assign(tensor, read_value=False) for variable, tensor in tensors]
 
 
-def _outermost_graph() -> Any:
-    """Return the graph in which variables are created.
-
-    ``None`` in eager code, where each thread would have another.
-    """
-    with tf.init_scope():
-        return None if tf.executing_eagerly() else tf1.get_default_graph()
-
-
-def _as_resource(make: Any, **options: Any) -> Any:
-    """Make a resource variable, whose value stays as it was read when it is assigned."""
-    return make(**options | {"use_resource": True})
-
-
-def _named(variables: list[Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return variables by name; eager ones may share a name, and get numbers as in a graph."""
-    named, names = dict(known), {id(variable): name for name, variable in known.items()}
-    for variable in variables:
-        if id(variable) not in names:
-            name = variable.name.split(":")[0]
-            numbered = (f"{name}_{number}" for number in count(1))
-            name = next(one for one in chain([name], numbered) if one not in named)
-            named[name], names[id(variable)] = variable, name
-    found = [names[id(variable)] for variable in variables]
-    twice = [name for name, times in Counter(found).items() if times > 1]
-    if twice:
-        msg = f"{twice[0]} occurs twice in grads_and_vars: give the sum of its gradients once"
-        raise ValueError(msg)
-    return {name: named[name] for name in found}
-
-
-def _zeros(params: dict[str, Any]) -> dict[str, Any]:
-    """Return NumPy arrays of the same shapes and dtypes, which take no memory."""
-    return {
-        n: np.broadcast_to(np.zeros((), v.dtype.as_numpy_dtype), tuple(v.shape))
-        for n, v in params.items()
-    }
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Refuse optimizers that cannot be wrapped."""
-    wanted = "a tf.compat.v1.train.Optimizer (for one of Keras there is uniclip.integrations.keras)"
-    check("optimizer", optimizer, isinstance(optimizer, tf1.train.Optimizer), wanted)
-    if isinstance(
-        optimizer, (ClippedOptimizer, tf1.mixed_precision.MixedPrecisionLossScaleOptimizer)
-    ):
+def _session_or_eager(session: tf.compat.v1.Session | None) -> tf.compat.v1.Session | None:
+    """Return a session or the current one, ``None`` in eager code; raise if a graph has none."""
+    if session is None:
+        session = tf1.get_default_session()
+    if session is None and not tf.executing_eagerly():
         msg = (
-            f"optimizer is {summarize(optimizer)}: wrap the one inside of it; uc.chain(a, b) makes "
-            "one rule of two, and a loss scale goes outside, "
+            "in a graph, the values are in a session; pass session=, or call this inside `with "
+            "session.as_default():`"
+        )
+        raise ValueError(msg)
+    return session
+
+
+def _outermost_graph() -> tf.Graph | None:
+    """Return the graph in which variables are created, ``None`` in eager code."""
+    with tf.init_scope():
+        # In eager code, each thread has its own default graph.
+        if tf.executing_eagerly():
+            return None
+        return tf1.get_default_graph()
+
+
+def _create_resource_variable(
+    next_creator: Callable[..., tf.Variable], **options: Any
+) -> tf.Variable:
+    """Create a resource variable: a value that was read stays, even if another one is assigned."""
+    return next_creator(**options | {"use_resource": True})
+
+
+def _name_variables(
+    variables: list[tf.Variable], named_before: dict[str, tf.Variable]
+) -> dict[str, tf.Variable]:
+    """Return variables by name, with their earlier names; raise if a variable occurs twice."""
+    by_name = dict(named_before)
+    # Variables compare element by element, so look for the objects.
+    names = {id(variable): name for name, variable in named_before.items()}
+
+    named: dict[str, tf.Variable] = {}
+    for variable in variables:
+        # Eager variables may share a name, and get numbers as in a graph.
+        if id(variable) not in names:
+            name = _unused_name(variable.name.split(":")[0], by_name)
+            by_name[name] = variable
+            names[id(variable)] = name
+
+        name = names[id(variable)]
+        if name in named:
+            msg = f"{name} occurs twice in grads_and_vars; pass the sum of its gradients once"
+            raise ValueError(msg)
+        named[name] = variable
+    return named
+
+
+def _unused_name(name: str, used: dict[str, tf.Variable]) -> str:
+    """Return a name, with a number if it is in use."""
+    unused = name
+    number = 1
+    while unused in used:
+        unused = f"{name}_{number}"
+        number += 1
+    return unused
+
+
+def _zeros_like(params: dict[str, tf.Variable]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return NumPy arrays of zeros, which take no memory, like the parameters."""
+    zeros = {}
+    for name, variable in params.items():
+        zero = np.zeros((), variable.dtype.as_numpy_dtype)
+        zeros[name] = np.broadcast_to(zero, tuple(variable.shape))
+    return zeros
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Raise if an optimizer cannot be wrapped."""
+    expected = (
+        "a tf.compat.v1.train.Optimizer (for Keras optimizers, use uniclip.integrations.keras)"
+    )
+    check("optimizer", optimizer, isinstance(optimizer, tf1.train.Optimizer), expected)
+
+    loss_scaling = tf1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    if isinstance(optimizer, (ClippedOptimizer, loss_scaling)):
+        msg = (
+            f"optimizer is {summarize(optimizer)}; wrap the optimizer inside it. uc.chain(a, b) "
+            "combines two rules, and a loss scale goes outside: "
             "MixedPrecisionLossScaleOptimizer(ClippedOptimizer(optimizer, rule), loss_scale)"
         )
         raise ValueError(msg)  # noqa: TRY004 - the type is right
 
 
 def _check_strategy() -> None:
-    """Refuse a strategy of ``tf.distribute``, whose replicas have parts of the gradients."""
+    """Raise under a strategy of ``tf.distribute``, whose replicas have partial gradients."""
     if tf.distribute.has_strategy():
         msg = (
-            "ClippedOptimizer of TensorFlow 1 is not for "
-            f"{type(tf.distribute.get_strategy()).__name__}: use Keras' optimizers, "
-            "uniclip.integrations.keras; or sum the gradients of all replicas and clip the sum "
-            "by uc.clip"
+            "ClippedOptimizer for TensorFlow 1 doesn't support "
+            f"{type(tf.distribute.get_strategy()).__name__}; use a Keras optimizer with "
+            "uniclip.integrations.keras, or sum the gradients of all replicas and clip the sum "
+            "with uc.clip"
         )
         raise ValueError(msg)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside the Trainer of Hugging Face Transformers: a callback,
-or a trainer whose loggers see all of it.
+"""Clipping inside the Trainer of Hugging Face Transformers.
+
+There is a callback for any Trainer, and a mixin for your own, whose loggers get all scalars.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from uniclip._errors import check, needs, summarize
 from uniclip._warnings import warn
 from uniclip.compose import AnyRule, rules_with_norms
 from uniclip.integrations import check_record, rule_for_steps
-from uniclip.report import NORM
+from uniclip.report import NORM, Report
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from accelerate.state import AcceleratorState
@@ -23,10 +24,17 @@ from uniclip.integrations.torch.optimizer import Attached, attach
 from uniclip.integrations.torch.stepped import find_stepped
 
 if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import TrainOutput
+
+    from uniclip._core.collectives import AllReduce, Shared
     from uniclip.insight import Recorder
+    from uniclip.rule import BaseRule
 
 _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
-"""The kinds of distributed training whose gradients are parts that tensors do not describe."""
+"""The kinds of distributed training that shard gradients into regular tensors."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
 
@@ -41,10 +49,11 @@ class ClipGradients(TrainerCallback):
     ----------
     rule : Rule or callable
     all_reduce : callable, process group or device mesh, optional
-        How to reduce over processes that hold parts of the gradients as plain tensors; see
+        How to reduce over processes that hold shards of the gradients as regular tensors; see
         `uniclip.integrations.torch.attach`. Distributed tensors, as with FSDP2, need none.
     shared : callable, optional
-        A function of a leaf's path and the leaf: true for copies held beside such parts.
+        A function of a leaf's path and the leaf: true for leaves that are replicated, while others
+        are sharded.
     record : uniclip.insight.Recorder, optional
         Records each step, without the loss, which the Trainer does not pass to callbacks. A
         training run resumed from a checkpoint continues the file.
@@ -61,9 +70,9 @@ class ClipGradients(TrainerCallback):
         If ``rule`` is neither a rule nor a function of one gradient array.
     ValueError
         At the start of training: if the optimizer already has a rule; if DeepSpeed or Megatron
-        hides parts of the gradients; if the parameters are parts that look whole (FSDP1), and there
-        is no ``all_reduce``; if the state in the checkpoint belongs to another rule; if the policy
-        is ``"zero"``, since the Trainer makes all gradients NaN where one is not finite.
+        shards the gradients; if the parameters are shards that look whole (FSDP1), and there is no
+        ``all_reduce``; if the state in the checkpoint belongs to another rule; if the policy is
+        ``"zero"``, since the Trainer makes all gradients NaN if one is non-finite.
     RuntimeError
         If the optimizer took a step without the rule, as layer-wise optimizers do.
 
@@ -71,17 +80,16 @@ class ClipGradients(TrainerCallback):
     -----
     UserWarning
         If ``max_grad_norm`` is not its default, since it is not used; if training resumes from a
-        checkpoint without the state of a rule with memory.
+        checkpoint that lacks the state of a stateful rule.
 
     Notes
     -----
-    The state of a rule with memory is in ``trainer_state.json`` of each checkpoint, as plain
-    numbers.
+    The state of a stateful rule is in ``trainer_state.json`` of each checkpoint, as plain numbers.
 
     The Trainer's logs get ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that
-    has one, ``"clip/threshold"`` of the last step; and over the steps since the last log the means
-    ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``, and the largest norm
-    ``"clip/norm_max"``; see `uniclip.Report.scalars`.
+    has one, ``"clip/threshold"`` of the last step. Over the steps since the last log, they get the
+    means ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``, and the largest
+    norm ``"clip/norm_max"``; see `uniclip.Report.scalars`.
 
     Examples
     --------
@@ -92,127 +100,165 @@ class ClipGradients(TrainerCallback):
     def __init__(
         self,
         rule: AnyRule,
-        all_reduce: Any = None,
-        shared: Any = None,
+        all_reduce: AllReduce | None = None,
+        shared: Shared | None = None,
         record: Recorder | None = None,
     ) -> None:
         self.rule = rule_for_steps(rule)
         check_record(record, all_reduce)
-        self.all_reduce, self.shared, self.record = all_reduce, shared, record
+        self.all_reduce = all_reduce
+        self.shared = shared
+        self.record = record
         self.handle: Attached | None = None
-        self._seen: Any = None
+        self._last_report: Report | None = None
         self._loaded: dict[str, Any] = {}
-        self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
+        """A loaded state for the next training."""
+        self._replaced: tuple[TrainingArguments, float] | None = None
+        """The arguments and their ``max_grad_norm``, while it is 0."""
 
     def __repr__(self) -> str:
         """Return the rule and the optimizer."""
-        return (
-            "<ClipGradients: "
-            f"{self.handle or self.rule!r}{'' if self.handle else ', before training'}>"
-        )
+        if self.handle is None:
+            return f"<ClipGradients: {self.rule!r}, before training>"
+        return f"<ClipGradients: {self.handle!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rule, without hooks in an optimizer."""
-        return vars(self) | {"handle": None, "_seen": None, "_loaded": {}, "_given": None}
+        unused: dict[str, Any] = {"handle": None, "_last_report": None, "_loaded": {}}
+        return vars(self) | unused | {"_replaced": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rule's memory as plain numbers and lists,
-        in the format of `uniclip.Clipper.state_dict`.
+        """Return the rule's state as plain numbers.
+
+        The format is that of `uniclip.Clipper.state_dict`.
         """
         return self._loaded if self.handle is None else self.handle.numbers()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Begin the next training with a memory saved by any integration.
+        """Start the next training with a state that any integration saved.
 
-        Checkpoints of the Trainer already hold it.
+        Checkpoints of the Trainer already contain it.
 
         Parameters
         ----------
         saved : dict
-            An empty dict starts over. It is checked when training starts.
+            The saved state; an empty dict starts with empty state. It is checked when training
+            starts.
 
         Raises
         ------
         TypeError
             If ``saved`` is not a dict.
         """
-        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
-        self._end()
-        self._loaded, self.handle = saved, None
+        check("saved", saved, isinstance(saved, dict), "the result of a state_dict()")
+        self._detach()
+        self._loaded = saved
+        self.handle = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Attach to the optimizer, and restore the state from a checkpoint if there is one."""
-        self._end()  # if the previous training failed
+        # A training that failed has not called on_train_end.
+        self._detach()
+
         optimizer = kwargs["optimizer"]
         # Accelerate wraps PyTorch's optimizers only, and returns other objects as they are.
         engine = getattr(optimizer, "accelerator_state", None) or AcceleratorState()
-        _refuse(engine.distributed_type.value, self.rule)
+        _check_engine(engine.distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
         self.handle = attach(
             optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names
         )
+        # The statistics for the logs start with this call.
         self.handle.logs()
-        self._seen = None
-        saved = state.stateful_callbacks.get(_KEY) or self._loaded
-        if self.rule.stateful:
-            if saved or not state.global_step:  # else it warns, at the first step
-                self.handle.load_state_dict(saved)
-            state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
-        self._loaded = {}
+        self._last_report = None
+        self._restore(self.handle, state)
+
         if self.record is not None:
             self.record.resume(state.global_step)
-        self._given = args, _take_max_grad_norm(args)
+        self._replaced = args, _take_max_grad_norm(args)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _restore(self, handle: Attached, state: TrainerState) -> None:
+        """Restore the state of a stateful rule, and have the Trainer's checkpoints contain it."""
+        saved = state.stateful_callbacks.get(_KEY) or self._loaded
+        if self.rule.stateful:
+            # Without a saved state, a resumed training warns at its first step.
+            is_new_training = not state.global_step
+            if saved or is_new_training:
+                handle.load_state_dict(saved)
+            state.stateful_callbacks[_KEY] = _Snapshot(handle)
+        self._loaded = {}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Omit the numbers of steps that a loss scale skipped."""
         if self.record is not None:
             self.record.step = max(self.record.step or 0, state.global_step)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse a step that was not clipped, unless GradScaler skipped it."""
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raise if a step was not clipped, unless GradScaler skipped it."""
         report = None if self.handle is None else self.handle.report
-        # A scaler skips the steps of what Accelerate has wrapped.
+        is_clipped = report is not None and report is not self._last_report
+
+        # The wrapper of Accelerate shows whether its scaler skipped the step.
         was_skipped = getattr(kwargs["optimizer"], "step_was_skipped", False)
-        if (report is None or report is self._seen) and not was_skipped:
+        if not (is_clipped or was_skipped):
             outer = type(find_stepped(kwargs["optimizer"]).outer).__qualname__
             msg = (
-                f"{outer} took a step in which {summarize(self.rule)} saw no gradients: ClipGradients "
-                "needs an optimizer that takes them from p.grad in step(), which layer-wise ones "
-                "do not"
+                f"{outer} took a step in which {summarize(self.rule)} got no gradients; use an "
+                "optimizer that reads p.grad in step(), which layer-wise optimizers don't"
             )
             raise RuntimeError(msg)
-        self._seen = report
+        self._last_report = report
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the scalars since the last log to what is logged."""
-        if self.handle is not None and "loss" in logs:  # else a log of evaluation
-            scalars = self.handle.logs()
-            logs.update(scalars)
-            state.log_history[-1].update(scalars)  # written before this is called
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the scalars since the last log."""
+        # A log without a loss is one of an evaluation.
+        if self.handle is None or logs is None or "loss" not in logs:
+            return
+        scalars = self.handle.logs()
+        logs.update(scalars)
+        # The Trainer has already copied the logs into its history.
+        state.log_history[-1].update(scalars)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Restore the optimizer and the arguments."""
-        self._end()
+        self._detach()
 
-    def _end(self) -> None:
+    def _detach(self) -> None:
+        """Remove the rule from the optimizer, and restore ``max_grad_norm``."""
         if self.handle is not None:
             self.handle.remove()
-        if self._given is not None:
-            args, value = self._given
-            args.max_grad_norm, self._given = value, None
+        if self._replaced is not None:
+            args, max_grad_norm = self._replaced
+            args.max_grad_norm = max_grad_norm
+            self._replaced = None
 
 
 class ClippedTrainer:
-    """A mixin for trainers that clip by a rule, whose loggers see the scalars whatever their order.
+    """A mixin for trainers that clip by a rule; their loggers get its scalars in any order.
 
-    The state of a rule with memory is in ``optimizer.pt`` of each checkpoint. During training
-    ``max_grad_norm`` is 0, and the Trainer measures no norm of its own: ``grad_norm`` in the logs
-    is that of the rule.
+    The state of a stateful rule is in ``optimizer.pt`` of each checkpoint. During training
+    ``max_grad_norm`` is 0, and the Trainer does not measure a norm: ``grad_norm`` in the logs is
+    the norm that the rule measures.
 
     Parameters
     ----------
     *args, **kwargs
-        Those of the trainer.
+        The arguments of the trainer.
     rule : Rule or callable
     all_reduce, shared : optional
         As for `ClipGradients`, which can also record steps.
@@ -220,14 +266,14 @@ class ClippedTrainer:
     Attributes
     ----------
     clipping : Attached or None
-        The handle of `uniclip.integrations.torch.attach`, from the start of training on.
+        The handle of `uniclip.integrations.torch.attach`; ``None`` before training.
 
     Raises
     ------
     TypeError, ValueError
         As `ClipGradients`.
     RuntimeError
-        At the first step, if the optimizer was made without ``create_optimizer``.
+        At the first step, if the optimizer was created without ``create_optimizer``.
 
     Examples
     --------
@@ -237,61 +283,67 @@ class ClippedTrainer:
     >>> # MyTrainer(model, args, train_dataset=data, rule=uc.by_global_norm(1.0)).train()
     """
 
-    args: Any
-    accelerator: Any
-    model: Any
-    optimizer: Any
+    args: TrainingArguments
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
         *args: Any,
         rule: AnyRule,
-        all_reduce: Any = None,
-        shared: Any = None,
+        all_reduce: AllReduce | None = None,
+        shared: Shared | None = None,
         **kwargs: Any,
     ) -> None:
-        self._rule, self._how = rule_for_steps(rule), (all_reduce, shared)
+        self._rule = rule_for_steps(rule)
+        self._all_reduce = all_reduce
+        self._shared = shared
         self.clipping: Attached | None = None
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
-        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        optimizer = self.optimizer if made is None else made
-        if self.clipping is None or self.clipping.optimizer is not find_stepped(optimizer).outer:
-            _refuse(self.accelerator.distributed_type.value, self._rule)
-            if self.clipping is not None:
-                self.clipping.remove()
-            # Under FSDP the one that is prepared.
-            model = next(iter(args), kwargs.get("model")) or self.model
-            names = names_in(model, optimizer)
-            self.clipping = attach(optimizer, self._rule, *self._how, names=names)
-            self.clipping.logs()
+        created = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        optimizer = self.optimizer if created is None else created
+        # The Trainer may call this again, for the same optimizer or for a new one.
+        if self.clipping is not None:
+            if self.clipping.optimizer is find_stepped(optimizer).outer:
+                return optimizer
+            self.clipping.remove()
+
+        _check_engine(self.accelerator.distributed_type.value, self._rule)
+        # Under FSDP the Trainer passes the wrapped model.
+        model = next(iter(args), kwargs.get("model")) or self.model
+        names = names_in(model, optimizer)
+        self.clipping = attach(optimizer, self._rule, self._all_reduce, self._shared, names=names)
+        # The statistics for the logs start with this call.
+        self.clipping.logs()
         return optimizer
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; the trainer does not also clip."""
-        given = _take_max_grad_norm(self.args)
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train, with a ``max_grad_norm`` of 0."""
+        max_grad_norm = _take_max_grad_norm(self.args)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.args.max_grad_norm = given
+            self.args.max_grad_norm = max_grad_norm
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss and the gradients; refuse an optimizer that no rule is attached to."""
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute the loss and the gradients; raise if the optimizer has no rule."""
         if self.clipping is None:
             msg = (
-                "no rule is attached to the optimizer, which ClippedTrainer.create_optimizer "
-                "does: call it in a create_optimizer of your own, by super(); where another "
-                "library makes the optimizer, use the callback ClipGradients"
+                "the optimizer has no rule, because ClippedTrainer.create_optimizer wasn't called; "
+                "call super().create_optimizer() in your own create_optimizer, or, if another "
+                "library creates the optimizer, use the callback ClipGradients"
             )
             raise RuntimeError(msg)
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return a number in the place of the norm, which the rule measures in the step;
-        `log` has it then.
-        """
+    def _get_grad_norm(
+        self, model: torch.nn.Module, grad_norm: torch.Tensor | float | None = None
+    ) -> torch.Tensor | float | None:
+        """Return a placeholder for the norm, which the rule measures during the step."""
         if rules_with_norms(self._rule):
             return 0.0
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
@@ -299,9 +351,13 @@ class ClippedTrainer:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the scalars since the last log.
 
-        ``grad_norm`` is the norm that the rule has measured.
+        ``grad_norm`` is the norm that the rule measured.
         """
-        scalars = self.clipping.logs() if self.clipping is not None and "loss" in logs else {}
+        scalars = {}
+        # A log without a loss is one of an evaluation.
+        if self.clipping is not None and "loss" in logs:
+            scalars = self.clipping.logs()
+        # The Trainer got the placeholder of `_get_grad_norm`.
         if "grad_norm" in logs and NORM in scalars:
             logs = logs | {"grad_norm": scalars[NORM]}
         super().log({**logs, **scalars}, *args, **kwargs)  # type: ignore[misc]
@@ -310,44 +366,42 @@ class ClippedTrainer:
 class _Snapshot:
     """The state of the rule, read when the Trainer copies its own state to write it."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Attached) -> None:
         self._handle = handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        saved: dict[str, Any] = self._handle.numbers()
-        return saved
+        return self._handle.numbers()
 
 
-def _refuse(kind: str, rule: Any) -> None:
-    """Refuse engines whose optimizers see only parts of the gradients,
-    and a policy that the Trainer makes useless.
-    """
-    if kind in _ENGINES:
+def _check_engine(engine: str, rule: BaseRule) -> None:
+    """Raise for engines that hide shards of the gradients, and for a policy without effect."""
+    if engine in _ENGINES:
         msg = (
-            f"ClipGradients cannot be used with {kind}: each process would clip by the norm of "
-            "its own part of the gradients; leave the callback out and use max_grad_norm, or use "
+            f"ClipGradients doesn't support {engine}, because each process would clip by the norm "
+            "of only its shard of the gradients; remove the callback and use max_grad_norm, or use "
             "FSDP2"
         )
         raise ValueError(msg)
-    # where the norm is not finite, the Trainer multiplies all by NaN
+
+    # The Trainer multiplies all gradients by NaN if their norm is non-finite.
     if getattr(rule, "nonfinite", None) == "zero":
         msg = (
-            'with nonfinite="zero" the Trainer leaves NaN only of gradients that are not finite: '
-            'use nonfinite="skip"'
+            'nonfinite="zero" has no effect in the Trainer, which makes all gradients NaN if one '
+            'is non-finite; use nonfinite="skip"'
         )
         raise ValueError(msg)
 
 
-def _take_max_grad_norm(args: Any) -> Any:
-    """Set ``max_grad_norm`` to 0 and return it; warn that it is not used if the user has set it."""
-    default = next(
-        field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm"
-    )
-    if args.max_grad_norm and args.max_grad_norm != default:
+def _take_max_grad_norm(args: TrainingArguments) -> float:
+    """Set ``max_grad_norm`` to 0 and return it; warn if the user has set it."""
+    max_grad_norm: float = args.max_grad_norm
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    if max_grad_norm and max_grad_norm != defaults["max_grad_norm"]:
         msg = (
-            f"max_grad_norm={args.max_grad_norm} is not used, since uniclip clips: leave it out, "
-            "or set it to 0"
+            f"max_grad_norm={max_grad_norm} isn't used, because uniclip clips the gradients; "
+            "remove it, or set it to 0"
         )
         warn(msg)
-    given, args.max_grad_norm = args.max_grad_norm, 0.0
-    return given
+
+    args.max_grad_norm = 0.0
+    return max_grad_norm

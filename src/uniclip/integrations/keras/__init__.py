@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch:
-`ClippedOptimizer` wraps the optimizer.
+"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch.
+
+`ClippedOptimizer` wraps an optimizer, and `LogClipping` adds its scalars to Keras' logs.
 """
 
 from uniclip._errors import needs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rules in Keras: as the plain data of a config, and with the output axis last."""
+"""Rules in Keras: their parts in a config, and the output axis of Keras' weights."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ import keras
 
 from uniclip._errors import set_frozen_fields
 from uniclip.compose import Chain, Masked
-from uniclip.rule import Rule
+from uniclip.rule import BaseRule, Rule
 
 
-def output_last(rule: Any) -> Any:
-    """Return the rule with the output axis last, as in Keras' weights, also on PyTorch."""
+def with_output_axis_last(rule: BaseRule) -> BaseRule:
+    """Return the rule for weights whose output axis is the last, as in Keras, even on PyTorch."""
     if isinstance(rule, Chain):
-        return Chain(tuple(map(output_last, rule.rules)))
+        return Chain(tuple([with_output_axis_last(inner) for inner in rule.rules]))
     if isinstance(rule, Masked):
-        return Masked(output_last(rule.rule), rule.where)
-    if isinstance(rule, Rule) and callable(rule.scope.axes):
-        axes = rule.scope.axes
-        changed = replace(rule, scope=replace(rule.scope, axes=lambda ndim, _: axes(ndim, -1)))
-        set_frozen_fields(changed, origin=rule.origin)  # as which errors show it
-        return changed
-    return rule
+        return Masked(with_output_axis_last(rule.rule), rule.where)
+    if not (isinstance(rule, Rule) and callable(rule.scope.axes)):
+        return rule
+
+    axes = rule.scope.axes
+    scope = replace(rule.scope, axes=lambda ndim, _: axes(ndim, -1))
+    changed = replace(rule, scope=scope)
+    # Errors print the rule as the call that made it.
+    set_frozen_fields(changed, origin=rule.origin)
+    return changed
 
 
-def registered(value: Any) -> Any:
-    """Return Keras' config of a user's function or object.
+def serialize_registered(part: object) -> dict[str, Any]:
+    """Return Keras' config of a user's function or object that is part of a rule.
 
     Raises
     ------
     TypeError
         If it is not registered with Keras.
     """
-    what = value if hasattr(value, "__qualname__") else type(value)
-    if keras.saving.get_registered_object(keras.saving.get_registered_name(what)) is not what:
+    definition: Any = part if hasattr(part, "__qualname__") else type(part)
+    name = keras.saving.get_registered_name(definition)
+    if keras.saving.get_registered_object(name) is not definition:
         msg = (
-            f"{what.__module__}.{what.__qualname__} is part of the rule, and cannot be saved: "
-            "decorate it with @keras.saving.register_keras_serializable(), a class that has "
-            "get_config and from_config, or a function that is no lambda"
+            f"{definition.__module__}.{definition.__qualname__} is part of the rule, but can't be "
+            "saved; decorate it with @keras.saving.register_keras_serializable() (use a named "
+            "function instead of a lambda, and give a class get_config and from_config)"
         )
         raise TypeError(msg)
-    return keras.saving.serialize_keras_object(value)
+    config: dict[str, Any] = keras.saving.serialize_keras_object(part)
+    return config

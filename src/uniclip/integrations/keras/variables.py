@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The variables of Keras on its three backends: their names, values, and conditional changes."""
+"""The variables of Keras on its three backends: names, values, replicas and conditional changes."""
 
 from __future__ import annotations
 
@@ -10,105 +10,116 @@ from typing import Any
 import keras
 import numpy as np
 
+from uniclip._types import Tensor
 from uniclip.backends import DEFAULT, backend_of
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
 
-def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
+def paths_of(variables: Sequence[keras.Variable]) -> tuple[str, ...]:
     """Return the path of each variable; a repeated path gets a number."""
-    names = [str(getattr(variable, "path", variable.name)) for variable in variables]
-    seen: Counter[str] = Counter()
     paths = []
-    for name in names:
-        seen[name] += 1
-        paths.append(f"{name}#{seen[name]}" if seen[name] > 1 else name)
+    counts: Counter[str] = Counter()
+    for variable in variables:
+        path = str(getattr(variable, "path", variable.name))
+        counts[path] += 1
+        if counts[path] > 1:
+            path = f"{path}#{counts[path]}"
+        paths.append(path)
     return tuple(paths)
 
 
-def value_of(variable: Any) -> Any:
-    """Return the value of a variable of Keras or of TensorFlow, an array of the framework."""
-    return keras.ops.convert_to_tensor(
-        variable.value if isinstance(variable, keras.Variable) else variable
-    )
+def value_of(variable: keras.Variable | tf.Variable) -> Tensor:
+    """Return the value of a variable of Keras or TensorFlow, an array of the framework."""
+    # A variable of TensorFlow 2 can be converted as it is.
+    if isinstance(variable, keras.Variable):
+        return keras.ops.convert_to_tensor(variable.value)
+    return keras.ops.convert_to_tensor(variable)
 
 
-def stand_in(variable: Any) -> Any:
-    """Return a NumPy array of a variable's shape that takes no memory.
+def zeros_like(variable: keras.Variable) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of zeros in a variable's shape, which takes no memory."""
+    # Norms are float32 or wider in any case.
+    is_float64 = keras.backend.standardize_dtype(variable.dtype) == "float64"
+    zero = np.zeros((), np.float64 if is_float64 else np.float32)
+    return np.broadcast_to(zero, tuple(variable.shape))
 
-    Norms are float32 or wider in any case.
-    """
-    wide = keras.backend.standardize_dtype(variable.dtype) == "float64"
-    return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
 
-
-def replica_here() -> Any:
-    """Return the context of a replica of TensorFlow's that may have others.
-
-    ``None`` if this is none.
+def current_replica() -> tf.distribute.ReplicaContext | None:
+    """Return the context of this replica of TensorFlow; ``None`` if there is only one.
 
     Raises
     ------
     ValueError
-        If the replicas of the strategy do not keep a copy of each variable, or it is untested.
+        If the replicas of the strategy do not keep a copy of each variable, or the strategy is
+        untested.
     """
-    replica = (
-        tf.distribute.get_replica_context() if keras.backend.backend() == "tensorflow" else None
-    )
+    if keras.backend.backend() != "tensorflow":
+        return None
+    replica = tf.distribute.get_replica_context()
     if replica is None or not tf.distribute.has_strategy():
         return None
+
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.OneDeviceStrategy):
         return None
-    if not isinstance(
-        strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-    ):
+    supported = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if not isinstance(strategy, supported):
         msg = (
-            f"ClippedOptimizer is not for {type(strategy).__name__}: take MirroredStrategy, "
-            "OneDeviceStrategy or MultiWorkerMirroredStrategy, or in your own step sum the "
-            "gradients of all replicas, clip the sum by uc.clip, and hand that to the optimizer "
-            "inside"
+            f"ClippedOptimizer doesn't support {type(strategy).__name__}; use MirroredStrategy, "
+            "OneDeviceStrategy or MultiWorkerMirroredStrategy, or in a custom training step sum "
+            "the gradients of all replicas, clip the sum with uc.clip, and pass it to the inner "
+            "optimizer"
         )
         raise ValueError(msg)  # noqa: TRY004 - a strategy it is
     return replica
 
 
-def summed(replica: Any, grads: Sequence[Any]) -> Any:
-    """Return the sums of the gradients of all replicas, dense ones:
-    sums of sparse ones lose their shape.
-    """
-    return replica.all_reduce(tf.distribute.ReduceOp.SUM, list(map(tf.convert_to_tensor, grads)))
+def sum_over_replicas(
+    replica: tf.distribute.ReplicaContext, grads: Sequence[tf.Tensor | tf.IndexedSlices]
+) -> list[tf.Tensor]:
+    """Return the sums of the gradients of all replicas, as dense tensors."""
+    # The sum of sparse gradients would lose its shape.
+    dense = [tf.convert_to_tensor(grad) for grad in grads]
+    sums: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, dense)
+    return sums
 
 
-def traced(flag: Any) -> bool:
-    """Whether a boolean belongs to code that is compiled."""
-    number = keras.ops.cast(flag, "int32")  # a Python boolean has no backend
+def is_traced(flag: Tensor) -> bool:
+    """Return whether a boolean belongs to code that is being compiled."""
+    # A Python boolean has no backend.
+    number = keras.ops.cast(flag, "int32")
     return (backend_of(number) or DEFAULT).traced(number)
 
 
-def when(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
-    """Call a function where the flag is true, also in compiled code.
+def run_if(flag: Tensor, function: Callable[[], None], variables: list[keras.Variable]) -> None:
+    """Call a function if a flag is true, also in compiled code.
 
-    The variables it may change are ``held``.
+    The function may change only these variables.
     """
-    if not traced(flag):  # JAX would compile the conditional again at each step
+    if not is_traced(flag):
+        # JAX would compile a conditional again at each step.
         if bool(flag):
             function()
     elif keras.backend.backend() == "jax":
-        _when_traced_by_jax(flag, function, held)
+        _run_if_in_jax(flag, function, variables)
     else:
         keras.ops.cond(flag, function, lambda: None)
 
 
-def _when_traced_by_jax(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
-    """Do as `when` where a branch cannot assign: it returns the new values of all variables."""
-    before = list(map(value_of, held))
+def _run_if_in_jax(
+    flag: Tensor, function: Callable[[], None], variables: list[keras.Variable]
+) -> None:
+    """Run `run_if` in JAX, where a branch cannot assign: it returns the values of all variables."""
+    old_values = [value_of(variable) for variable in variables]
 
-    def after() -> list[Any]:
-        with keras.StatelessScope(list(zip(held, before, strict=True))) as scope:
+    def compute_new_values() -> list[Tensor]:
+        mapping = list(zip(variables, old_values, strict=True))
+        with keras.StatelessScope(mapping) as scope:
             function()
-        return list(map(scope.get_current_value, held))
+        return [scope.get_current_value(variable) for variable in variables]
 
-    for variable, value in zip(held, keras.ops.cond(flag, after, lambda: before), strict=True):
-        variable.assign(value)
+    values = keras.ops.cond(flag, compute_new_values, lambda: old_values)
+    for variable, new_value in zip(variables, values, strict=True):
+        variable.assign(new_value)
