@@ -22,7 +22,7 @@ from uniclip._errors import (
     check,
     describe,
     holds_arrays,
-    home_of,
+    module_of,
     real,
     set_frozen_fields,
     summarize,
@@ -404,9 +404,9 @@ class ByValue(EachArray):
                 continue
             if part == "entry" or (len(shape) >= len(array.shape) and shape[0] != 1):
                 msg = (
-                    f"it is sparse, but {summarize(self)} has a bound for each {part}, and other "
-                    "ones are stored at each step; make the gradient dense, or use one bound for "
-                    "the leaf"
+                    f"it is sparse, but {summarize(self)} has bounds for each {part}, and the "
+                    "stored ones differ from step to step; make the gradient dense, or use bounds "
+                    "for whole leaves"
                 )
                 raise TypeError(msg)
 
@@ -511,11 +511,11 @@ def as_rule(rule: AnyRule) -> BaseRule:
     if is_rule and not isinstance(argument, type):
         return argument
 
-    home = home_of(argument)
-    if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
+    module = module_of(argument)
+    if callable(rule) and not isinstance(rule, type) and not module.startswith("uniclip."):
         return Function(rule)
 
-    if home.startswith(("uniclip.compose", "uniclip.presets", "uniclip.rule")):
+    if module.startswith(("uniclip.compose", "uniclip.presets", "uniclip.rule")):
         msg = (
             f"expected a rule, got {summarize(argument)}; call it to create a rule, as in "
             "uc.by_global_norm(1.0)"

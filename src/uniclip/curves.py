@@ -100,7 +100,7 @@ def soft(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
 
 
 def smooth(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return ``1/√(1 + (norm/limit)²)``: norms stay below the limit, and small ones hardly change.
+    """Return ``1/√(1 + (norm/limit)²)``: norms stay below the limit; small ones hardly change.
 
     Examples
     --------
@@ -156,7 +156,7 @@ class Regularized(Printed):
         """Validate ``gamma``, since 0 would divide by zero."""
         set_frozen_fields(self, gamma=positive("gamma", self.gamma))
 
-    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002 - as all curves
+    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002
         """Return the factor."""
         return limit / (norm + self.gamma)
 
@@ -185,7 +185,7 @@ class NonMonotonic(Printed):
         """Validate ``r``, since 0 would divide by zero."""
         set_frozen_fields(self, r=positive("r", self.r))
 
-    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002 - as all curves
+    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002
         """Return the factor."""
         return limit / (norm + self.r / (norm + self.r))
 
