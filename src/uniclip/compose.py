@@ -235,7 +235,7 @@ def rules_with_norms(rule: BaseRule) -> list[Rule]:
 
 def _as_bool(chosen: object) -> bool:
     """Return whether ``where`` chose a leaf."""
-    # Comparing a leaf with a number gives an array, whose truth is an error, or of one element.
+    # A comparison with the leaf itself gives an array of booleans, not one answer.
     is_bool = not holds_arrays(chosen)
     check("the result of where(path, leaf)", chosen, is_bool, "True or False")
     return bool(chosen)
