@@ -215,6 +215,7 @@ def flag(name: str, value: object) -> bool:
     """Validate a boolean; return a Python bool."""
     if isinstance(value, bool):
         return value
+    # A boolean of NumPy or of a framework is a 0-d array, or looks like one.
     is_bool_array = "bool" in str(getattr(value, "dtype", ""))
     is_flag = is_bool_array and getattr(value, "shape", None) == ()
     check(name, value, is_flag, "True or False")
@@ -301,6 +302,7 @@ def printed(key: object) -> str:
 
     One that holds an array is described in a few words.
     """
+    # The repr of an array would print its entries.
     if hasattr(key, "shape"):
         return summarize(key)
     text = repr(key)
@@ -391,6 +393,7 @@ def _summarize_named(value: Any) -> str | None:
     if isinstance(name, str):
         text = public(getattr(value, "__module__", None), name)
 
+    # Python refuses to print integers of thousands of digits.
     if isinstance(value, int) and value.bit_length() > _MAX_LENGTH:
         text = f"a whole number of {value.bit_length()} bits"
     elif value is None or isinstance(value, (Number, Decimal, str)):
@@ -497,6 +500,7 @@ class Printed:
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return the source text, with the arguments as ``show`` prints them."""
+        # Norms and scopes have named constants, which read better than their arguments.
         module = type(self).__module__
         if module in {"uniclip.norms", "uniclip.scopes"}:
             for name in sys.modules[module].__all__:

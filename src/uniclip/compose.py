@@ -203,9 +203,10 @@ class Masked(BaseRule):
             return spec.unflatten(leaves), state, report
 
         merged = list(leaves)
-        for number, clipped_leaf in enumerate(flatten(clipped).leaves):
-            if chosen[number] is not None:
-                merged[number] = clipped_leaf
+        clipped_leaves = flatten(clipped).leaves
+        for number, (old, new) in enumerate(zip(chosen, clipped_leaves, strict=True)):
+            if old is not None:
+                merged[number] = new
         return spec.unflatten(merged), state, report
 
     def choose_leaves(self, leaves: list[Any], spec: optree.PyTreeSpec) -> list[Any]:

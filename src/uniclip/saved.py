@@ -341,6 +341,7 @@ def by_name(
     for saved_state, first_state in zip(saved_states, first_states, strict=True):
         states.append(_look_up_rows(rule, saved_state, first_state))
 
+        # A leaf named "" never comes back.
         here = first_state.rows
         others = {
             label: row for label, row in saved_state.rows.items() if label and label not in here
@@ -589,6 +590,8 @@ def leaves_of(rule: BaseRule, flat: Flat) -> Leaves:
         return leaves_of(rule.rule, Flat(rule.choose_leaves(*flat), flat.spec))
     if isinstance(rule, Rule) and labelled(rule):
         return [_labels_of_rule(rule, flat)]
+
+    # One norm of all leaves goes on with any leaves, so they are not saved.
     return [None]
 
 
@@ -599,9 +602,10 @@ def _labels_of_rule(rule: Rule, flat: Flat) -> list[str]:
     if label is None:
         return [stable(place("", path)) for path in paths]
 
-    groups = set(rule.limit.groups)
+    # A limit for each group has a state for all of its groups, also for those without a leaf.
+    groups = list(rule.limit.groups)
     for path, leaf in zip(paths, flat.leaves, strict=True):
-        groups.add(label_of(label, path, leaf, place("grads", path)))
+        groups.append(label_of(label, path, leaf, place("grads", path)))
     return sorted({stable(repr(group)) for group in groups})
 
 
@@ -613,6 +617,7 @@ def stateful_rules(rule: BaseRule, prefix: str = "") -> Iterator[tuple[str, Base
         for number, inner in enumerate(rule.rules):
             yield from stateful_rules(inner, f"{prefix}{number}.")
     elif isinstance(rule, Masked):
+        # The state of a mask is that of its rule.
         yield from stateful_rules(rule.rule, prefix)
     elif rule.stateful:
         yield prefix, rule
