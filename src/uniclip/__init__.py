@@ -12,7 +12,7 @@ Familiar functions, which return clipped gradients
 
 Run any rule
     ``clipped, report = uc.clip(grads, rule)``, `clip_` in place, `clip_and_sum` over the gradients
-    of examples. ``clipper = uc.Clipper(rule)`` holds the memory of adaptive rules:
+    of examples. ``clipper = uc.Clipper(rule)`` keeps the state of adaptive rules:
     ``clipped = clipper(grads)``. Inside an optimizer: ``uniclip.integrations.torch``, ``.keras``,
     ``.optax``, ``.lightning``, ``.transformers`` and ``.tensorflow``.
 
@@ -87,7 +87,7 @@ _ELSEWHERE = {
     "ClipGradients": "lightning, and for Hugging Face in uniclip.integrations.transformers",
     "ClippedTrainer": "transformers",
 }
-"""What people look for here, and the module of `uniclip.integrations` that has it."""
+"""Names that users look for here, and the module of `uniclip.integrations` that has each."""
 
 
 def __dir__() -> list[str]:
@@ -95,15 +95,17 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
+# Type checkers must not see `__getattr__`, or they would accept every name.
 if TYPE_CHECKING:
     __version__: str
-else:  # for which every name would be there
+else:
 
     def __getattr__(name: str) -> str:
-        """Look the version up when asked (PEP 562)."""
+        """Return the version, which is only read when it is needed (PEP 562)."""
         if name == "__version__":
             return _version()
-        home = _ELSEWHERE.get(name)
-        hint = f"; it is in uniclip.integrations.{home}" if home else ""
-        msg = f"module {__name__!r} has no attribute {name!r}{hint}"
+
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        if name in _ELSEWHERE:
+            msg += f"; it is in uniclip.integrations.{_ELSEWHERE[name]}"
         raise AttributeError(msg, name=name, obj=_sys.modules[__name__])

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Validate arguments, and describe any value in a few words, for errors.
-
-Print a choice as the source that makes it.
+"""Validate arguments, describe values in a few words for errors, and print choices as source.
 
 Each error names the argument, what is allowed, and the value. Functions for numbers return Python
-numbers, which work with every framework.
+numbers, which work with every framework. Checks of gradients, which need their tree, are not here.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 
 
 class NonFiniteError(FloatingPointError, RuntimeError):
-    """What ``nonfinite="raise"`` raises: a floating-point error,
+    """Raised by ``nonfinite="raise"``: a floating-point error,
     and the `RuntimeError` of PyTorch's own functions.
     """
 
@@ -51,24 +49,30 @@ def set_frozen_fields(choice: object, **values: object) -> None:
         object.__setattr__(choice, name, value)
 
 
-def nonnegative(name: str, value: Any, hint: str = "") -> Any:
+def nonnegative(name: str, value: object, hint: str = "") -> Any:
     """Validate a nonnegative number, returned as a Python number, or a real 0-d array,
     returned as it is.
     """
-    value = nonnegatives(name, value, hint)
-    if isinstance(value, Real):
-        return value
-    if getattr(value.shape, "rank", 0) is not None and len(value.shape):
+    checked = nonnegatives(name, value, hint)
+    if isinstance(checked, Real):
+        return checked
+
+    # The rank of a tensor of a graph may be unknown.
+    if getattr(checked.shape, "rank", 0) is not None and len(checked.shape):
         check(name, value, fits=False, wanted=f"a number or a 0-d array{hint}")
-    return float(value) if backend_of(value) is DEFAULT else value
+    if backend_of(checked) is DEFAULT:
+        return float(checked)
+    return checked
 
 
-def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
+def nonnegatives(name: str, value: object, hint: str = "") -> Any:
     """Validate a nonnegative number, returned as a Python number, or a real array,
     returned as it is.
     """
-    if type(value) is float and value >= 0:  # Python's own; other types of numbers follow
+    # Most limits are floats of Python, and this is called at each step.
+    if type(value) is float and value >= 0:
         return value
+
     value = real(name, value, f"a number or a 0-d array{hint}")
     if isinstance(value, Real) and not float(value) >= 0:
         msg = f"{name} must be 0 or more{hint}, got {summarize(value)}"
@@ -76,8 +80,9 @@ def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
     return value
 
 
-def real(name: str, value: Any, wanted: str) -> Any:
+def real(name: str, value: object, wanted: str) -> Any:
     """Validate a real number, returned as a Python number, or a real array, returned as it is."""
+    # The scalars of NumPy are numbers that have a dtype.
     if hasattr(value, "dtype") and not isinstance(value, Real):
         check(name, value, holds_reals(value), wanted)
         return value
@@ -85,12 +90,12 @@ def real(name: str, value: Any, wanted: str) -> Any:
 
 
 def holds_reals(array: Any) -> bool:
-    """Whether an array holds real numbers: floating-point ones or integers."""
+    """Return whether an array holds real numbers: floating-point ones or integers."""
     backend = backend_of(array)
     return backend is not None and not backend.xp.isdtype(array.dtype, "complex floating")
 
 
-def number(name: str, value: Any, wanted: str = "a number") -> Any:
+def number(name: str, value: Any, wanted: str = "a number") -> float:
     """Convert any real number, or a readable 0-d array, to a Python float,
     or an int that is a float, too.
 
@@ -103,18 +108,13 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
     """
     if type(value) is float:
         return value
-    check(
-        name,
-        value,
-        not isinstance(value, bool) and (isinstance(value, (Real, Decimal)) or _single(value)),
-        wanted,
-    )
+
+    is_number = isinstance(value, (Real, Decimal)) or _is_single(value)
+    check(name, value, is_number and not isinstance(value, bool), wanted)
     try:
-        return (
-            int(value)
-            if isinstance(value, Integral) and abs(int(value)) <= _EXACT
-            else float(value)
-        )
+        if isinstance(value, Integral) and abs(int(value)) <= _EXACT:
+            return int(value)
+        return float(value)
     except OverflowError as error:
         msg = (
             f"{name} must be within the range of a float (1.8e+308, or math.inf), got "
@@ -127,37 +127,34 @@ _EXACT = 2**53
 """The largest float up to which all integers are exact; not every framework has larger integers."""
 
 
-def _single(array: Any) -> bool:
-    """Whether an array is one number that can be read."""
+def _is_single(array: Any) -> bool:
+    """Return whether an array is one number that can be read."""
     backend = backend_of(array)
-    return (
-        backend is not None
-        and not backend.traced(array)
-        and tuple(array.shape) == ()
-        and holds_reals(array)
-    )
+    if backend is None or backend.traced(array):
+        return False
+    return tuple(array.shape) == () and holds_reals(array)
 
 
-def check_step_arguments(loss: Any, params: Any = None) -> None:
-    """Validate the loss of a step, and refuse it or ``all_reduce`` in the place of ``params``."""
+def check_step_arguments(loss: object, params: object = None) -> None:
+    """Validate the loss of a step, and raise if it or ``all_reduce`` stands in the place of
+    ``params``.
+    """
     if params is not None:
-        function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
-        check(
-            "params",
-            params,
-            not function,
-            "a tree of parameters (to join norms, write all_reduce=)",
-        )
-        # with one it may be a parameter
-        scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")
-        check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
+        is_function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
+        wanted = "a tree of parameters (to reduce norms over processes, pass all_reduce=)"
+        check("params", params, not is_function, wanted)
+
+        # A scalar of NumPy, which has a dtype, may be a parameter.
+        is_loss = isinstance(params, (Real, str)) and not hasattr(params, "dtype")
+        check("params", params, not is_loss, "a tree of parameters (to pass a loss, use loss=)")
+
     if loss is not None:
         shape = getattr(real("loss", loss, "one number"), "shape", ())
         single = getattr(shape, "rank", 0) is None or all(n in {1, None} for n in shape)
-        check("loss", loss, single, "one number, such as the mean of those of the examples")
+        check("loss", loss, single, "one number, such as the mean over the examples")
 
 
-def positive(name: str, value: Any) -> Any:
+def positive(name: str, value: object) -> float:
     """Validate a number above 0."""
     value = number(name, value)
     if not value > 0:
@@ -166,54 +163,62 @@ def positive(name: str, value: Any) -> Any:
     return value
 
 
-def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> Any:
+def check_range(name: str, value: object, low: float, high: float, hint: str = "") -> float:
     """Validate a number in a range."""
     value = number(name, value)
-    if not low <= value <= high:
-        allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-        msg = f"{name} must be {allowed}{hint}, got {summarize(value)}"
-        raise ValueError(msg)
-    return value
+    if low <= value <= high:
+        return value
+
+    allowed = f"from {low} to {high}"
+    if high == math.inf:
+        allowed = f"at least {low}"
+    msg = f"{name} must be {allowed}{hint}, got {summarize(value)}"
+    raise ValueError(msg)
 
 
-def below_one(name: str, value: Any) -> Any:
+def below_one(name: str, value: object) -> float:
     """Validate a decay, which must be below 1, or an average would never change."""
     value = number(name, value)
-    if not 0 <= value < 1:
-        percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""
-        msg = f"{name} must be from 0 to below 1{percent}, got {summarize(value)}"
-        raise ValueError(msg)
-    return value
+    if 0 <= value < 1:
+        return value
+
+    hint = ""
+    if 2 <= value < 100:
+        hint = f" ({value / 100} for {value} %)"
+    msg = f"{name} must be from 0 to below 1{hint}, got {summarize(value)}"
+    raise ValueError(msg)
 
 
 def whole(name: str, value: Any, low: float = -math.inf) -> int:
     """Validate an integer of any type, at least ``low``; return a Python int."""
+    # Frameworks raise errors of any class for an array that is not one integer.
     try:
-        result = operator.index(value)
-    except Exception:  # noqa: BLE001 - any error of a framework for an array that is not one integer
-        result = None
-    fits = (
-        result is not None
-        and not isinstance(value, bool)
-        and "bool" not in str(getattr(value, "dtype", ""))
-    )
-    check(name, value, fits, "a whole number")
-    return check_range(name, result, low, math.inf) if low > -math.inf else result  # type: ignore[return-value]
+        integer = operator.index(value)
+    except Exception:  # noqa: BLE001
+        integer = None
+    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    check(name, value, integer is not None and not is_bool, "a whole number")
+
+    if low > -math.inf:
+        check_range(name, integer, low, math.inf)
+    return integer  # type: ignore[return-value] # None was an error
 
 
-def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Check that a value is one of the allowed names."""
+def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raise unless a value is one of the allowed names."""
     if not (isinstance(value, str) and value in allowed):
         msg = f"{name} must be one of {', '.join(map(repr, allowed))}, got {summarize(value)}"
         raise ValueError(msg)
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """Validate a boolean; return a Python bool."""
     if isinstance(value, bool):
         return value
-    single = getattr(value, "shape", None) == () and "bool" in str(getattr(value, "dtype", ""))
-    check(name, value, single, "True or False")
+    # A boolean of NumPy or of a framework is a 0-d array, or looks like one.
+    is_bool_array = "bool" in str(getattr(value, "dtype", ""))
+    is_flag = is_bool_array and getattr(value, "shape", None) == ()
+    check(name, value, is_flag, "True or False")
     return bool(value)
 
 
@@ -223,43 +228,47 @@ def needs(library: str, install: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        msg = f"this part of uniclip needs {library}: pip install {install} ({error})"
+        msg = f"this part of uniclip needs {library}; run pip install {install} ({error})"
         raise ModuleNotFoundError(msg, name=error.name) from error
 
 
 # How values are shown.
 
-_LONGEST = 200
+_MAX_LENGTH = 200
 """The number of characters of a text, a rule or a key in an error."""
-_CHOICES = {"curves", "limits", "norms", "scopes"}
-"""The modules of the four choices, searched for names,"""
-_BASES = {"Limit", "Norm", "Scope"}
-"""except these."""
-_FEW = 8
+_MAX_VALUES = 8
 """The number of values of a tuple, such as axes, in an error."""
+_CHOICES = {"curves", "limits", "norms", "scopes"}
+"""The modules of the four choices, whose names are public there and not in the package itself,"""
+_IN_PACKAGE = {"Limit", "Norm", "Scope"}
+"""except for these."""
 
 
 def source(value: object) -> str:
     """Return the name of a function or class, the shape of an array, else the repr of the value."""
+    # Numbers of NumPy print with their class, which the source text may not import.
     if isinstance(value, (Real, Decimal)) and type(value).__module__ != "builtins":
-        return repr(int(value) if isinstance(value, Integral) else float(value))
+        if isinstance(value, Integral):
+            return repr(int(value))
+        return repr(float(value))
+
     if _is_array(value):
         return f"<array of shape {_shape(value)}>"
-    return (
-        public(value.__module__, value.__qualname__)
-        if hasattr(value, "__qualname__")
-        else repr(value)
-    )
+    if hasattr(value, "__qualname__"):
+        return public(value.__module__, value.__qualname__)
+    return repr(value)
 
 
 def public(module: str | None, name: str) -> str:
     """Return the public name of a class, function or constant of a module,
     with ``uniclip`` as ``uc``.
     """
-    root, home = f"{module}..".split(".")[:2]
-    if root != "uniclip" or home == "integrations":
+    root, submodule = f"{module}..".split(".")[:2]
+    if root != "uniclip" or submodule == "integrations":
         return name
-    return f"uc.{home}.{name}" if home in _CHOICES and name not in _BASES else f"uc.{name}"
+    if submodule in _CHOICES and name not in _IN_PACKAGE:
+        return f"uc.{submodule}.{name}"
+    return f"uc.{name}"
 
 
 def summarize(value: object) -> str:
@@ -267,18 +276,25 @@ def summarize(value: object) -> str:
 
     An array by its class, dtype and shape, never by its entries.
     """
-    text = _name_of(value) or _contained(value) or f"{article(describe(value))} {describe(value)}"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+    text = _summarize_named(value) or _summarize_container(value)
+    if not text:
+        noun = describe(value)
+        text = f"{article(noun)} {noun}"
+    if len(text) <= _MAX_LENGTH:
+        return text
+    return f"{text[: _MAX_LENGTH - 4]} ..."
 
 
-def describe(leaf: Any) -> str:
+def describe(value: object) -> str:
     """Return the class of an object, and dtype and shape of an array."""
-    dtype = (
-        f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") and not isinstance(leaf, type) else ""
-    )
-    dtype += f" and shape {_shape(leaf)}" if _is_array(leaf) else ""
-    module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
-    return f"{module}{type(leaf).__qualname__}{dtype}"
+    text = type(value).__qualname__
+    if type(value).__module__ != "builtins":
+        text = f"{type(value).__module__}.{text}"
+    if hasattr(value, "dtype") and not isinstance(value, type):
+        text += f" of dtype {value.dtype}"
+    if _is_array(value):
+        text += f" and shape {_shape(value)}"
+    return text
 
 
 def printed(key: object) -> str:
@@ -286,8 +302,13 @@ def printed(key: object) -> str:
 
     One that holds an array is described in a few words.
     """
-    text = "" if hasattr(key, "shape") else repr(key)
-    return text if 0 < len(text) <= _LONGEST else summarize(key)
+    # The repr of an array would print its entries.
+    if hasattr(key, "shape"):
+        return summarize(key)
+    text = repr(key)
+    if 0 < len(text) <= _MAX_LENGTH:
+        return text
+    return summarize(key)
 
 
 def stable(text: str) -> str:
@@ -299,63 +320,81 @@ def stable(text: str) -> str:
 
 def article(noun: str) -> str:
     """Return the indefinite article of a noun."""
-    return "an" if noun[:1].lower() in set("aeio") else "a"
+    if noun[:1].lower() in set("aeio"):
+        return "an"
+    return "a"
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural if needed."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def attributes_of(choice: Any) -> list[Any]:
     """Return the values of an object's attributes; where it is compiled, those of its fields."""
     if not compiling():
         return list(getattr(choice, "__dict__", {}).values())
+
     # PyTorch 2.11 and 2.12 cannot compile `__dict__`.
-    return [getattr(choice, field.name) for field in fields(choice)] if is_dataclass(choice) else []
+    if not is_dataclass(choice):
+        return []
+    return [getattr(choice, field.name) for field in fields(choice)]
 
 
-def held_by(function: Any) -> list[Any]:
-    """Return what a function holds in its closure; compilers cannot look into it."""
-    cells = () if compiling() else getattr(function, "__closure__", None) or ()
+def held_by(function: Callable[..., object]) -> list[Any]:
+    """Return the values in a function's closure; compilers cannot look into it."""
+    if compiling():
+        return []
+    cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells]
 
 
-def home_of(function: Any) -> str:
-    """Return the module of a function; compilers know those of classes only."""
-    return "" if compiling() else getattr(function, "__module__", None) or ""
+def module_of(function: object) -> str:
+    """Return the name of a function's module; compilers know those of classes only."""
+    if compiling():
+        return ""
+    return getattr(function, "__module__", None) or ""
 
 
 def holds_arrays(value: Any) -> bool:
-    """Whether a value is an array with dimensions, or a container of arrays."""
+    """Return whether a value is an array with dimensions, or a container of arrays."""
     if _is_array(value):
         return bool(_shape(value) != ())
-    return not isinstance(value, (Number, Printed)) and any(
-        map(_is_array, optree.tree_leaves(value))
-    )
+    if isinstance(value, (Number, Printed)):
+        return False
+    return any(map(_is_array, optree.tree_leaves(value)))
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
+    # Ragged tensors raise, and so do parameters without a shape yet.
     try:
         return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
-    except RuntimeError:  # ragged tensors, and parameters without a shape yet
+    except RuntimeError:
         return False
 
 
-def _shape(array: Any) -> Any:
-    shape = getattr(array, "shape", ())
-    # One of unknown rank is not a sequence.
-    return shape if getattr(shape, "rank", 0) is None else tuple(shape)
+def _shape(array: object) -> object:
+    shape: Any = getattr(array, "shape", ())
+    # A shape of unknown rank is not a sequence.
+    if getattr(shape, "rank", 0) is None:
+        return shape
+    return tuple(shape)
 
 
-def _name_of(value: Any) -> str | None:
+def _summarize_named(value: Any) -> str | None:
     """Return the short repr of a number, string, named function or choice.
 
     ``None`` for anything else.
     """
-    text = getattr(value, "__qualname__", None)
-    text = public(getattr(value, "__module__", None), text) if isinstance(text, str) else None
-    if isinstance(value, int) and value.bit_length() > _LONGEST:
+    name = getattr(value, "__qualname__", None)
+    text = None
+    if isinstance(name, str):
+        text = public(getattr(value, "__module__", None), name)
+
+    # Python refuses to print integers of thousands of digits.
+    if isinstance(value, int) and value.bit_length() > _MAX_LENGTH:
         text = f"a whole number of {value.bit_length()} bits"
     elif value is None or isinstance(value, (Number, Decimal, str)):
         text = repr(value)
@@ -373,30 +412,40 @@ def _name_of(value: Any) -> str | None:
     return text
 
 
-def _contained(value: Any) -> str | None:
+def _summarize_container(value: object) -> str | None:
     """Describe the contents of a container; ``None`` if it is not one."""
     if _is_array(value) or not isinstance(value, (list, tuple, dict)):
         return None
-    tree: Any = value
-    leaves = optree.tree_leaves(tree)
-    leaf_info = {
-        "array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value"
-        for leaf in leaves
-    }
+
     name = type(value).__qualname__
-    if type(value) is tuple and "array" not in leaf_info and len(leaves) <= _FEW:
-        return f"({', '.join(map(summarize, value))}{',' * (len(value) == 1)})"
-    kind = leaf_info.pop() if len(leaf_info) == 1 else "value"
-    many = f"{article(name)} {name} of {len(leaves)} {kind}{'' if len(leaves) == 1 else 's'}"
-    return many if leaves else f"an empty {name}"
+    tree: Any = value
+    kinds = [_kind_of(leaf) for leaf in optree.tree_leaves(tree)]
+    if type(value) is tuple and "array" not in kinds and len(kinds) <= _MAX_VALUES:
+        comma = "," * (len(value) == 1)
+        return f"({', '.join(map(summarize, value))}{comma})"
+
+    if not kinds:
+        return f"an empty {name}"
+    kind = kinds[0]
+    if len(set(kinds)) > 1:
+        kind = "value"
+    return f"{article(name)} {name} of {counted(len(kinds), kind)}"
 
 
-def _differs(value: Any, default: Any) -> bool:
-    """Whether a field differs from its default.
+def _kind_of(leaf: object) -> str:
+    if _is_array(leaf):
+        return "array"
+    if isinstance(leaf, Number):
+        return "number"
+    return "value"
 
-    An array always does, since comparing it gives no boolean.
-    """
-    return (hasattr(value, "shape") and not isinstance(value, Number)) or bool(value != default)
+
+def _differs(value: object, default: object) -> bool:
+    """Return whether a field differs from its default."""
+    # An array always does, since comparing it gives no boolean.
+    if hasattr(value, "shape") and not isinstance(value, Number):
+        return True
+    return bool(value != default)
 
 
 class Origin(NamedTuple):
@@ -407,17 +456,28 @@ class Origin(NamedTuple):
     named: dict[str, Any]
 
     def as_source(self, show: Callable[[object], str]) -> str:
-        """Return the call with the arguments that were given and differ from their defaults."""
-        called, texts, in_order = signature(self.function), [], True
-        arguments = called.bind(*self.positional, **self.named).arguments
-        for number, name in enumerate(arguments):
-            default, value = called.parameters[name].default, arguments[name]
-            if default is not Parameter.empty and not _differs(value, default):
-                in_order = False
+        """Return the call with the arguments that were passed and differ from their defaults."""
+        called = signature(self.function)
+        bound = called.bind(*self.positional, **self.named)
+
+        # After an argument that is omitted, the others need their names.
+        by_position = True
+        texts: list[str] = []
+        for number, (name, argument) in enumerate(bound.arguments.items()):
+            default = called.parameters[name].default
+            required = default is Parameter.empty
+            if not required and not _differs(argument, default):
+                by_position = False
                 continue
-            in_order &= default is Parameter.empty or number < len(self.positional)
-            texts.append(show(value) if in_order else f"{name}={show(value)}")
-        return f"{public(self.function.__module__, self.function.__qualname__)}({', '.join(texts)})"
+
+            by_position &= required or number < len(self.positional)
+            text = show(argument)
+            if not by_position:
+                text = f"{name}={text}"
+            texts.append(text)
+
+        name = public(self.function.__module__, self.function.__qualname__)
+        return f"{name}({', '.join(texts)})"
 
 
 class Printed:
@@ -434,32 +494,35 @@ class Printed:
 
     def as_source(self, show: Callable[[object], str]) -> str:
         """Return the source text, with the arguments as ``show`` prints them."""
-        return self._printed(show) if self.origin is None else self.origin.as_source(show)
+        if self.origin is None:
+            return self._printed(show)
+        return self.origin.as_source(show)
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return the source text, with the arguments as ``show`` prints them."""
+        # Norms and scopes have named constants, which read better than their arguments.
         module = type(self).__module__
-        for name in (
-            sys.modules[module].__all__ if module in {"uniclip.norms", "uniclip.scopes"} else ()
-        ):
-            value = getattr(sys.modules[module], name)
-            if type(value) is type(self) and value == self:
-                return public(module, name)
-        return (
-            f"{public(type(self).__module__, type(self).__qualname__)}("
-            f"{', '.join(self._arguments(show))})"
-        )
+        if module in {"uniclip.norms", "uniclip.scopes"}:
+            for name in sys.modules[module].__all__:
+                constant = getattr(sys.modules[module], name)
+                if type(constant) is type(self) and constant == self:
+                    return public(module, name)
+
+        name = public(module, type(self).__qualname__)
+        return f"{name}({', '.join(self._arguments(show))})"
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
-        me: Any = self
-        defaults = [
-            (f.name, f.default if f.default_factory is MISSING else f.default_factory())
-            for f in fields(me)
-        ]
-        return [
-            show(getattr(self, name))
-            if default is MISSING
-            else f"{name}={show(getattr(self, name))}"
-            for name, default in defaults
-            if default is MISSING or _differs(getattr(self, name), default)
-        ]
+        """Return the arguments that differ from their defaults, as source text."""
+        this: Any = self
+        texts = []
+        for field in fields(this):
+            value = getattr(self, field.name)
+            default = field.default
+            if field.default_factory is not MISSING:
+                default = field.default_factory()
+
+            if default is MISSING:
+                texts.append(show(value))
+            elif _differs(value, default):
+                texts.append(f"{field.name}={show(value)}")
+        return texts

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Rules made of other rules and of functions of one gradient array; `as_rule`."""
+"""Rules that combine rules, and rules without norms: clipping by value, your own functions.
+
+A rule that measures norms is in `uniclip.rule`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,12 +22,12 @@ from uniclip._errors import (
     check,
     describe,
     holds_arrays,
-    home_of,
+    module_of,
     real,
     set_frozen_fields,
     summarize,
 )
-from uniclip._types import Array, Number, Path, Step
+from uniclip._types import Array, DType, Namespace, Number, Path, Step, T, Tensor, Tree
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import broadcasts, from_numpy, known_ordered, same_shape
 from uniclip.backends.base import cast, fill_places
@@ -37,7 +41,7 @@ def chain(*rules: AnyRule) -> Chain:
 
     Each rule gets the gradients that the one before returned. Where one of them meets gradients
     that are not finite, all states stay as they were; where one skips the step, the states of the
-    rules after it do. In place, an error in one rule leaves the changes of those before it.
+    rules after it do. In place, an error in one rule does not undo the changes of those before it.
 
     Parameters
     ----------
@@ -97,7 +101,7 @@ def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
 
 @dataclass(frozen=True, repr=False)
 class Chain(BaseRule):
-    """What `chain` returns."""
+    """Run rules one after the other; see `chain`."""
 
     rules: tuple[BaseRule, ...]
 
@@ -107,45 +111,43 @@ class Chain(BaseRule):
 
     @property
     def stateful(self) -> bool:
-        """Whether one of the rules has memory."""
-        return any(rule.stateful for rule in self.rules)
+        """Whether one of the rules is stateful."""
+        return any([rule.stateful for rule in self.rules])
 
-    def init(self, grads: Any) -> tuple[Any, ...]:
+    def init(self, grads: Tree) -> tuple[Tree, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
         return tuple(rule.init(grads) for rule in self.rules)
 
-    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Tree, Report]:
         """Run the rules; see `Rule.update`."""
-        fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
-        check(
-            "state",
-            state,
-            fits or not self.stateful,
-            f"what init returned, a tuple of {len(self.rules)} states",
-        )
-        states, new = state if self.stateful else [NoState()] * len(self.rules), []
+        old_states: Sequence[Tree] = [NoState()] * len(self.rules)
+        if self.stateful:
+            fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
+            check("state", state, fits, f"the tuple of {len(self.rules)} states that init returned")
+            old_states = state
+
         report = ChainReport(())
-        for rule, old in zip(self.rules, states, strict=True):
+        new_states: list[Tree] = []
+        for rule, old_state in zip(self.rules, old_states, strict=True):
             skipped = report.skipped
-            grads, after, of_rule = take_step(rule, grads, old, step)
-            # Its zeros must not be learned.
-            new.append(
-                after if skipped is None else state_where(skipped, after, old, expected=False)
-            )
-            report = ChainReport((*report.rules, of_rule))
+            grads, new_state, rule_report = take_step(rule, grads, old_state, step)
+            # A rule must not learn from the zeros of a step that a rule before it has skipped.
+            if skipped is not None:
+                new_state = state_where(skipped, new_state, old_state, expected=False)
+            new_states.append(new_state)
+            report = ChainReport((*report.rules, rule_report))
+
         if not self.stateful:
             return grads, state, report
         finite = report.finite
-        return (
-            grads,
-            tuple(new) if finite is None else state_where(finite, tuple(new), state),
-            report,
-        )
+        if finite is None:
+            return grads, tuple(new_states), report
+        return grads, state_where(finite, tuple(new_states), state), report
 
 
 @dataclass(frozen=True, repr=False)
 class Masked(BaseRule):
-    """What `masked` returns."""
+    """Clip only some of the leaves; see `masked`."""
 
     rule: BaseRule
     where: Callable[[Path, Any], bool]
@@ -163,23 +165,24 @@ class Masked(BaseRule):
 
     @property
     def stateful(self) -> bool:
-        """Whether the rule has memory."""
+        """Whether the masked rule is stateful."""
         return bool(self.rule.stateful)
 
-    def init(self, grads: Any) -> Any:
+    def init(self, grads: Tree) -> Tree:
         """Return the rule's state before the first step; see `Rule.init`."""
         leaves, spec = flatten(grads)
-        chosen, first = (
-            self.choose_leaves(leaves, spec),
-            next((leaf for leaf in leaves if leaf is not None), None),
-        )
+        chosen = self.choose_leaves(leaves, spec)
         state = self.rule.init(spec.unflatten(chosen))
-        if first is None or any([leaf is not None for leaf in chosen]):
-            return state
-        backend = backend_for(leaves, "params", spec)  # those that are chosen are absent
-        return optree.tree_map(lambda a: from_numpy(backend, a, first), state)
 
-    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+        present = [leaf for leaf in leaves if leaf is not None]
+        if not present or any([leaf is not None for leaf in chosen]):
+            return state
+
+        # All chosen leaves are absent, so the rule saw no framework, and its state is NumPy's.
+        backend = backend_for(leaves, "params", spec)
+        return optree.tree_map(lambda array: from_numpy(backend, array, present[0]), state)
+
+    def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         chosen = self.choose_leaves(leaves, spec)
@@ -192,141 +195,174 @@ class Masked(BaseRule):
             self.tells_apart.append(True)
         if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()
+
         clipped, state, report = take_step(self.rule, Flat(chosen, spec), state, step)
-        report = without_skip(report)  # the other leaves are not skipped
-        if not step.in_place:
-            leaves = [
-                leaf if old is None else new
-                for leaf, old, new in zip(leaves, chosen, flatten(clipped)[0], strict=True)
-            ]
-        return spec.unflatten(leaves), state, report
+        # The other leaves are not skipped, so an optimizer must take its step.
+        report = without_skip(report)
+        if step.in_place:
+            return spec.unflatten(leaves), state, report
 
-    def choose_leaves(self, leaves: list[Any], spec: Any) -> list[Any]:
+        merged = list(leaves)
+        clipped_leaves = flatten(clipped).leaves
+        for number, (old, new) in enumerate(zip(chosen, clipped_leaves, strict=True)):
+            if old is not None:
+                merged[number] = new
+        return spec.unflatten(merged), state, report
+
+    def choose_leaves(self, leaves: list[Any], spec: optree.PyTreeSpec) -> list[Any]:
         """Return the leaves that are chosen, with ``None`` in the places of the others."""
-        paths = spec.paths()
-        return [
-            leaf if leaf is not None and _truth(self.where(path, leaf)) else None
-            for path, leaf in zip(paths, leaves, strict=True)
-        ]
+        chosen: list[Any] = [None] * len(leaves)
+        for number, path in enumerate(spec.paths()):
+            leaf = leaves[number]
+            if leaf is not None and _as_bool(self.where(path, leaf)):
+                chosen[number] = leaf
+        return chosen
 
 
-def walk_rules(rule: Any) -> Iterator[Any]:
-    """Yield a rule, and those inside of it, of chains and masks."""
+def walk_rules(rule: BaseRule) -> Iterator[BaseRule]:
+    """Yield a rule, and the rules inside of chains and masks."""
     yield rule
-    for inner in (
-        rule.rules if isinstance(rule, Chain) else [rule.rule] if isinstance(rule, Masked) else ()
-    ):
-        yield from walk_rules(inner)
+    if isinstance(rule, Chain):
+        for inner in rule.rules:
+            yield from walk_rules(inner)
+    if isinstance(rule, Masked):
+        yield from walk_rules(rule.rule)
 
 
-def rules_with_norms(rule: Any) -> list[Rule]:
-    """Return the rules that measure norms: a rule, and those inside of it, of chains and masks."""
-    return [one for one in walk_rules(rule) if isinstance(one, Rule)]
+def rules_with_norms(rule: BaseRule) -> list[Rule]:
+    """Return the rules that measure norms: a rule, and the rules inside of chains and masks."""
+    return [inner for inner in walk_rules(rule) if isinstance(inner, Rule)]
 
 
-def _truth(answer: Any) -> bool:
-    check("what where(path, leaf) returns", answer, not holds_arrays(answer), "True or False")
-    return bool(answer)
+def _as_bool(chosen: object) -> bool:
+    """Return whether ``where`` chose a leaf."""
+    # A comparison with the leaf itself gives an array of booleans, not one answer.
+    is_bool = not holds_arrays(chosen)
+    check("the result of where(path, leaf)", chosen, is_bool, "True or False")
+    return bool(chosen)
 
 
 # Rules made of functions of one gradient array.
 
+Change: TypeAlias = tuple[Callable[..., Tensor], list[Tensor]]
+"""An elementwise function of an array and of operands that broadcast against it; the operands."""
+
 
 class EachArray(BaseRule):
-    """A rule without norm and memory; its reports are empty."""
+    """A rule of a function of one array, without norm and state; its reports are empty."""
 
     stateful = False
 
-    def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
+    def init(self, grads: Tree) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
         return NoState()
 
-    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Any, Report]:
         """Replace each gradient array, or the stored values of a sparse one,
         repeated entries summed.
         """
-        given = open_tree(grads, in_place=step.in_place, whole=True)
-        backend, arrays, changes = given.backend, list(given.arrays), {}
-        made: dict[str, Any] = {}
-        with backend.computation_context(given.first):
-            again = given.find_repeated()[1] if step.in_place else set()
-            numbers = [number for number in given.leaf_info.present if number not in again]
-            for number in given.wrapped:
-                if given.is_sparse(number):
-                    _with_place(given.place, number, self._raise_if_rows, arrays[number])
-            new = self._change_all(given, [arrays[number] for number in numbers])
-            if new is not None:
-                if step.in_place:
-                    given.write(numbers)
-                    return given.spec.unflatten(given.leaves), state, Report()
-                return given.close(fill_places(arrays, new)), state, Report()
-            for number in given.leaf_info.present:
-                changes[number] = _with_place(
-                    given.place, number, self._change, given, arrays[number], made
-                )
+        opened = open_tree(grads, in_place=step.in_place, whole=True)
+        with opened.backend.computation_context(opened.first):
+            # An array that is written in place through two leaves must change only once.
+            repeated: set[int] = set()
             if step.in_place:
-                for number in numbers:
-                    _with_place(
-                        given.place, number, backend.write, arrays[number], *changes[number]
-                    )
-                given.write(numbers)
-                return given.spec.unflatten(given.leaves), state, Report()
-            for number, (function, *operands) in changes.items():
-                arrays[number] = _with_place(
-                    given.place, number, function, arrays[number], *operands
-                )
-            return given.close(arrays), state, Report()
+                repeated = opened.find_repeated()[1]
+            numbers = [number for number in opened.leaf_info.present if number not in repeated]
 
-    def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
-        """Return the changed arrays where a library changes many at once, else ``None``."""
+            for number in opened.wrapped:
+                if opened.is_sparse(number):
+                    array = opened.arrays[number]
+                    _with_place(opened.place, number, self._raise_if_rows, array)
+
+            changed = self._change_all(opened, [opened.arrays[number] for number in numbers])
+            if changed is None:
+                return self._change_each(opened, numbers), state, Report()
+            if not step.in_place:
+                return opened.close(fill_places(opened.arrays, changed)), state, Report()
+            opened.write(numbers)
+            return opened.spec.unflatten(opened.leaves), state, Report()
+
+    def _change_each(self, opened: Opened, numbers: list[int]) -> Tree:
+        """Change the arrays one by one, and return the tree."""
+        # All functions are found before the first array is written: an error in a later leaf must
+        # not leave earlier ones changed.
+        arrays = list(opened.arrays)
+        changes: dict[int, Change] = {}
+        cache: dict[DType, Any] = {}
+        for number in opened.leaf_info.present:
+            changes[number] = _with_place(
+                opened.place, number, self._change, opened, arrays[number], cache
+            )
+
+        if opened.in_place:
+            write = opened.backend.write
+            for number in numbers:
+                function, operands = changes[number]
+                _with_place(opened.place, number, write, arrays[number], function, *operands)
+            opened.write(numbers)
+            return opened.spec.unflatten(opened.leaves)
+
+        for number, (function, operands) in changes.items():
+            arrays[number] = _with_place(opened.place, number, function, arrays[number], *operands)
+        return opened.close(arrays)
+
+    def _change_all(self, opened: Opened, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
+        """Return the changed arrays if a library changes many at once, else ``None``."""
         return None
 
-    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
-        """Return an elementwise function of the array and of operands that broadcast against it,
-        and these operands.
-
-        What is ``made`` for one array can be kept there for those like it.
-        """
+    def _change(self, opened: Opened, array: Tensor, cache: dict[DType, Any]) -> Change:
+        """Return how to change an array; ``cache`` is shared by all arrays of a step."""
         raise NotImplementedError
 
-    def _raise_if_rows(self, array: Any) -> None:
-        """Refuse the array that a sparse leaf stores,
-        if there is something for each of its rows.
-        """
+    def _raise_if_rows(self, array: Tensor) -> None:
+        """Raise if there is an operand for each row of the array that a sparse leaf stores."""
 
 
 @dataclass(frozen=True, repr=False)
 class Function(EachArray):
-    """A function of one gradient array as a rule."""
+    """A rule of your own function of one gradient array."""
 
     function: Callable[[Any], Array]
 
     def _printed(self, show: Callable[[object], str]) -> str:
-        """Return the function."""
+        """Return the function as source text."""
         return show(self.function)
 
-    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ARG002
+    def _change(
+        self,
+        opened: Opened,
+        array: Tensor,
+        cache: dict[DType, Any],  # noqa: ARG002 - each result is computed for its own array
+    ) -> Change:
         """Call the function, and return how to put the result in the place of the array."""
-        result, xp = self.function(array), given.backend.xp
-        if backend_of(result) is not given.backend or not same_shape(result.shape, array.shape):
-            hint = f"; call {summarize(self.function)} first" if hasattr(result, "update") else ""
+        result: Any = self.function(array)
+        if backend_of(result) is not opened.backend or not same_shape(result.shape, array.shape):
             msg = (
-                "the function must return an array like the one it got, but it returned "
-                f"{describe(result)}{hint}"
+                "the function must return an array like its argument, but it returned "
+                f"{describe(result)}"
+            )
+            # A function that makes rules was passed in the place of a rule.
+            if hasattr(result, "update"):
+                msg += f"; call {summarize(self.function)} first"
+            raise TypeError(msg)
+
+        rank = partial(_rank_of_dtype, opened.backend.xp)
+        if opened.in_place and rank(result.dtype) > rank(array.dtype):
+            msg = (
+                f"an array of {array.dtype} can't hold the result, {describe(result)}; use "
+                "uc.clip, which returns new arrays"
             )
             raise TypeError(msg)
-        leaf_info = (
-            "complex floating",
-            "real floating",
-        )  # a kind holds those after it, and integers
-        wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in leaf_info] for a in (result, array))
-        if given.in_place and wide > narrow:
-            msg = (
-                f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; "
-                "use uc.clip"
-            )
-            raise TypeError(msg)
-        return lambda _, new: new, result
+        return lambda _, new: new, [result]
+
+
+def _rank_of_dtype(xp: Namespace, dtype: DType) -> int:
+    """Return a number for a kind of dtype, which can hold the kinds of lower numbers."""
+    if xp.isdtype(dtype, "complex floating"):
+        return 2
+    if xp.isdtype(dtype, "real floating"):
+        return 1
+    return 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -345,98 +381,116 @@ class ByValue(EachArray):
     def __post_init__(self) -> None:
         """Validate the bounds."""
         wanted = "a number or an array of real numbers (math.inf or -math.inf for no bound)"
-        set_frozen_fields(
-            self, min=real("min", self.min, wanted), max=real("max", self.max, wanted)
-        )
+        low = real("min", self.min, wanted)
+        high = real("max", self.max, wanted)
+        set_frozen_fields(self, min=low, max=high)
+
+        # Arrays are compared at each step: they may be values of compiled code.
         if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:
-            raise ValueError(self._wrong_way())
+            raise ValueError(self._describe_order())
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
         return f"uc.by_value({show(self.min)}, {show(self.max)})"
 
-    def _raise_if_rows(self, array: Any) -> None:
-        """Refuse bounds for each row or entry, since at each step others are stored."""
+    def _raise_if_rows(self, array: Tensor) -> None:
+        """Raise if there are bounds for each row or entry: other ones are stored at each step."""
+        part = "row"
+        if len(array.shape) == 1:
+            part = "entry"
+
         for bound in (self.min, self.max):
-            shape: Any = getattr(bound, "shape", ())
-            if math.prod(shape) != 1 and (
-                len(array.shape) == 1 or (len(shape) >= len(array.shape) and shape[0] != 1)
-            ):
+            shape = tuple(getattr(bound, "shape", ()))
+            if math.prod(shape) == 1:
+                continue
+            if part == "entry" or (len(shape) >= len(array.shape) and shape[0] != 1):
                 msg = (
-                    f"it is sparse: {summarize(self)} has bounds for each "
-                    f"{'entry' if len(array.shape) == 1 else 'row'}, and at each step others are "
-                    "stored; make the gradient dense, or give bounds for whole leaves"
+                    f"it is sparse, but {summarize(self)} has bounds for each {part}, and the "
+                    "stored ones differ from step to step; make the gradient dense, or use bounds "
+                    "for whole leaves"
                 )
                 raise TypeError(msg)
 
-    def _wrong_way(self) -> str:
+    def _describe_order(self) -> str:
+        """Return the error that the bounds are not in order."""
         return (
-            f"min must not be above max, and neither NaN: got min={summarize(self.min)}, "
+            f"min must be at most max, and neither may be NaN, got min={summarize(self.min)}, "
             f"max={summarize(self.max)}"
         )
 
-    def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:
-        """Clip many at once, if the bounds are numbers."""
+    def _change_all(self, opened: Opened, arrays: list[Any]) -> list[Any] | None:
+        """Clip many arrays at once, if the bounds are numbers."""
         low, high = self.min, self.max
         if not (isinstance(low, Real) and isinstance(high, Real) and arrays):
             return None
-        return given.backend.bound(arrays, float(low), float(high), in_place=given.in_place)
+        return opened.backend.bound(arrays, float(low), float(high), in_place=opened.in_place)
 
-    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
+    def _change(self, opened: Opened, array: Tensor, cache: dict[DType, Any]) -> Change:
         """Return the function that clips, and the bounds in the dtype of the array."""
-        backend, xp = given.backend, given.backend.xp
+        backend = opened.backend
+        xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
-            msg = (
-                f"complex numbers have no order to clip by value in, got {array.dtype}; clip by "
-                "norm instead"
-            )
+            msg = f"{array.dtype} numbers can't be clipped by value; clip by norm instead"
             raise TypeError(msg)
-        if str(array.dtype) not in made:
-            made[str(array.dtype)] = self._bounds(xp, array.dtype)
-        low, high = made[str(array.dtype)]
+
+        # By name, since the standard does not promise that a dtype can be hashed.
+        dtype = str(array.dtype)
+        if dtype not in cache:
+            cache[dtype] = self._bounds(xp, array.dtype)
+        low, high = cache[dtype]
+
         for name, bound in (("min", low), ("max", high)):
             if not broadcasts(bound.shape, array.shape):
                 msg = (
-                    f"{name} of shape {tuple(bound.shape)} does not fit an array of shape "
-                    f"{tuple(array.shape)}"
+                    f"{name} of shape {tuple(bound.shape)} doesn't broadcast against an array of "
+                    f"shape {tuple(array.shape)}"
                 )
                 raise ValueError(msg)
         if not known_ordered(backend, low, high):
-            raise ValueError(self._wrong_way())
-        low, high = (backend.to_device_of(array, bound) for bound in (low, high))
-        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
+            raise ValueError(self._describe_order())
 
-    def _bounds(self, xp: Any, dtype: Any) -> list[Any]:
+        low = backend.to_device_of(array, low)
+        high = backend.to_device_of(array, high)
+        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), [low, high]
+
+    def _bounds(self, xp: Namespace, dtype: DType) -> list[Tensor]:
         """Return the bounds in the dtype of arrays."""
-        bounds = [self.min, self.max]
+        bounds: list[Any] = [self.min, self.max]
         if xp.isdtype(dtype, "integral"):
-            bounds = [_whole(xp, bound, xp.iinfo(dtype)) for bound in bounds]
+            bounds = [_integer_bound(xp, bound, xp.iinfo(dtype)) for bound in bounds]
         return [xp.asarray(bound, dtype=dtype) for bound in bounds]
 
 
 def _with_place(
-    where: Callable[[int], str], number: int, function: Callable[..., Any], *arguments: Any
-) -> Any:
+    where: Callable[[int], str], number: int, function: Callable[..., T], *arguments: Any
+) -> T:
     """Call a function, and add the place of the leaf to its errors."""
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:
+        # The class of a framework's error may not take a message.
         if type(error) not in {TypeError, ValueError}:
-            raise  # a framework's error class may not take a message
+            raise
         msg = f"{where(number)}: {error}"
         raise type(error)(msg) from error
 
 
-def _whole(xp: Any, bound: Any, info: Any) -> Any:
-    """Return a bound as an integer in the range of the gradients' dtype."""
+def _integer_bound(xp: Namespace, bound: Any, limits: Any) -> int | Tensor:
+    """Return a bound as an integer within the limits of the gradients' dtype."""
     if not isinstance(bound, Real):
         if "int" not in str(bound.dtype):
             msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
             raise TypeError(msg)
+
+        # Limits that the dtype of the bound itself cannot hold would wrap around.
         bound = xp.asarray(bound)
-        held = xp.iinfo(bound.dtype)
-        return xp.clip(bound, max(info.min, held.min), min(info.max, held.max))
-    inside = max(info.min, min(info.max, bound))
+        bound_limits = xp.iinfo(bound.dtype)
+        low = max(limits.min, bound_limits.min)
+        high = min(limits.max, bound_limits.max)
+        return xp.clip(bound, low, high)
+
+    # A bound beyond these limits, such as an infinity, bounds nothing.
+    inside = max(limits.min, min(limits.max, bound))
     if not float(inside).is_integer():
         msg = f"integer gradients need whole bounds, got {summarize(bound)}"
         raise TypeError(msg)
@@ -446,25 +500,33 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
 AnyRule: TypeAlias = BaseRule | Callable[[Any], Array]
 """A rule, or a function of one gradient array.
 
-A preset that was not called is a function, but returns no array.
+A preset that was not called is a function, but does not return an array.
 """
 
 
 def as_rule(rule: AnyRule) -> BaseRule:
     """Return a rule as it is, a function of one gradient array as a rule."""
-    known: Any = rule
-    if hasattr(known, "stateful") and hasattr(known, "update") and not isinstance(known, type):
-        return known
-    home = home_of(known)
-    if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
+    argument: Any = rule
+    # Your own class of rules need not be a subclass of uniclip's.
+    is_rule = hasattr(argument, "stateful") and hasattr(argument, "update")
+    if is_rule and not isinstance(argument, type):
+        return argument
+
+    module = module_of(argument)
+    if callable(rule) and not isinstance(rule, type) and not module.startswith("uniclip."):
         return Function(rule)
-    advice, hint = "such as uc.by_global_norm(1.0), or a function of one array", ""
-    if home.startswith(("uniclip.compose", "uniclip.presets", "uniclip.rule")):
-        advice = (
-            f"and uc.{known.__name__} makes one: call it, uc.{known.__name__}(...), as in "
+
+    if module.startswith(("uniclip.compose", "uniclip.presets", "uniclip.rule")):
+        msg = (
+            f"expected a rule, got {summarize(argument)}; call it to create a rule, as in "
             "uc.by_global_norm(1.0)"
         )
-    elif holds_arrays(known):
-        hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
-    msg = f"rule must be a rule, {advice}, got {summarize(known)}{hint}"
+        raise TypeError(msg)
+
+    msg = (
+        "rule must be a rule, such as uc.by_global_norm(1.0), or a function of one array, got "
+        f"{summarize(argument)}"
+    )
+    if holds_arrays(argument):
+        msg += "; to clip gradients, call uc.clip(grads, rule) or uc.Clipper(rule)(grads)"
     raise TypeError(msg)

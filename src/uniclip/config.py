@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A rule as plain data for JSON, read without running any code that it names."""
+"""Rules as plain data for JSON, which is read without running any code that it names.
+
+A config holds the choices of a rule. Its state is saved by `uniclip.saved`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -20,6 +23,9 @@ from uniclip.backends import backend_of, to_lists
 from uniclip.compose import ByValue, Chain, Function, Masked
 from uniclip.presets import adaptive, examples, fixed, relative
 from uniclip.rule import Rule
+
+Data: TypeAlias = object
+"""What JSON can hold: ``None``, a boolean, a number, a string, or a list or dict of these."""
 
 _CHOICES = [
     getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__
@@ -48,13 +54,14 @@ _PRESETS: dict[str, Any] = {
     for module in (adaptive, examples, fixed, relative)
     for name in module.__all__
 }
-"""The presets: a config also holds the call of the one that made a rule,
-as which the rule prints.
-"""
+"""The presets. A rule that one of them made prints as its call, so a config holds the call, too."""
 
 
 def to_config(
-    rule: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None
+    rule: object,
+    own: Mapping[str, object] | None = None,
+    *,
+    other: Callable[[Any], Data] | None = None,
 ) -> Any:
     """Return a rule, or a part of one, as plain data that JSON can hold.
 
@@ -81,36 +88,37 @@ def to_config(
     """
     names = _NAMED | dict(own or {})
 
-    def plain(value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, str)):
-            return value
-        if isinstance(value, (float, Fraction, Decimal)):
-            return _texts(float(value))
-        if isinstance(value, (tuple, list, range)):
-            return {"tuple": list(map(plain, value))}
-        if isinstance(value, Mapping):
-            return {"dict": [[plain(key), plain(one)] for key, one in value.items()]}
-        return _array_as_data(value) if hasattr(value, "dtype") else named(value)
+    def as_data(part: object) -> Data:
+        if part is None or isinstance(part, (bool, int, str)):
+            return part
+        if isinstance(part, (float, Fraction, Decimal)):
+            return _json_numbers(float(part))
+        if isinstance(part, (tuple, list, range)):
+            return {"tuple": list(map(as_data, part))}
+        if isinstance(part, Mapping):
+            return {"dict": [[as_data(key), as_data(entry)] for key, entry in part.items()]}
+        if hasattr(part, "dtype"):
+            return _array_as_data(part)
+        return object_as_data(part)
 
-    def named(value: Any) -> Any:
-        name, kind = _public_name(names, value), _public_name(names, type(value))
-        if name is not None:
-            return {"name": name}
-        if kind is not None and is_dataclass(value):
-            config = {
-                "class": kind,
-                "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)},
-            }
-            return config | _call_as_data(getattr(value, "origin", None), plain)
-        return _refuse(value) if other is None else {"other": other(value)}
+    def object_as_data(part: object) -> Data:
+        data = _named_as_data(part, names, as_data)
+        if data is not None:
+            return data
+        if other is None:
+            _raise_unnamed(part)
+        return {"other": other(part)}
 
-    return plain(rule)
+    return as_data(rule)
 
 
 def from_config(
-    config: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None
+    config: Data,
+    own: Mapping[str, object] | None = None,
+    *,
+    other: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Return the rule, or part of one, that `to_config` was given.
+    """Return the rule, or part of one, from which `to_config` made a config.
 
     Parameters
     ----------
@@ -137,67 +145,89 @@ def from_config(
     """
     names = dict(own or {}) | _NAMED
 
-    def again(part: Any) -> Any:
-        result = part
-        match part:
+    def restore(data: Data) -> Any:
+        part: Any = data
+        match data:
             case {"number": str(text)}:
-                result = float(text)
-            case {"tuple": [*items]}:
-                result = tuple(map(again, items))
+                part = float(text)
+            case {"tuple": [*entries]}:
+                part = tuple(map(restore, entries))
             case {"dict": [*pairs]}:
-                result = {again(key): again(value) for key, value in pairs}
-            case {"array": [*_] as items, "dtype": str(dtype)}:
-                result = np.asarray(_numbers_of_data(items), dtype=dtype)
-            case {"class": str(name), "fields": {**parts}}:
-                held = {str(field): again(value) for field, value in parts.items()}
-                result = _look_up(names, name, kind=True)(**held)
-                _settle_origin(result, part.get("call"), again)
+                part = {restore(key): restore(entry) for key, entry in pairs}
+            case {"array": [*_] as numbers, "dtype": str(dtype)}:
+                part = np.asarray(_python_numbers(numbers), dtype=dtype)
+            case {"class": str(name), "fields": {**values}, **others}:
+                arguments = {str(field): restore(value) for field, value in values.items()}
+                part = _look_up(names, name, has_fields=True)(**arguments)
+                _set_origin(part, others.get("call"), restore)
             case {"name": str(name)}:
-                result = _look_up(names, name)
-            case {"other": value} if other is not None:
-                result = other(value)
-            case _ if not (part is None or isinstance(part, (bool, int, float, str))):
-                result = _check_config(part)
-        return result
+                part = _look_up(names, name)
+            case {"other": others_data} if other is not None:
+                part = other(others_data)
+            case _ if not (data is None or isinstance(data, (bool, int, float, str))):
+                msg = f"{summarize(data)} is no part of a config; pass what to_config returned"
+                raise ValueError(msg)
+        return part
 
-    return again(config)
-
-
-def _public_name(names: Mapping[str, Any], value: Any) -> str | None:
-    return next((name for name, known in names.items() if known is value), None)
+    return restore(config)
 
 
-def _look_up(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
-    """Return the value with a name in a config; a value with fields must be a class."""
-    value = names.get(name)
-    if value is None or (kind and not is_dataclass(value)):
+def _name_in(names: Mapping[str, object], part: object) -> str | None:
+    """Return the name of a class, function or object, ``None`` if it has none."""
+    for name, named in names.items():
+        if named is part:
+            return name
+    return None
+
+
+def _look_up(names: Mapping[str, object], name: str, *, has_fields: bool = False) -> Any:
+    """Return the class, function or object with a name in a config."""
+    part = names.get(name)
+    # A function is never called with the fields of a config, which may be untrusted.
+    if part is None or (has_fields and not is_dataclass(part)):
         msg = (
-            f"the config names {name!r}, which is nothing that uniclip makes rules of: load it "
-            "with the uniclip that saved it; or, if it is your own, pass it, from_config(config, "
-            f"{{{name!r}: ...}})"
+            f"the config names {name!r}, which uniclip doesn't have; if it is your own, pass it, "
+            f"from_config(config, {{{name!r}: ...}}), else load the config with the uniclip that "
+            "saved it"
         )
         raise ValueError(msg)
-    return value
+    return part
 
 
-def _call_as_data(origin: Origin | None, plain: Callable[[Any], Any]) -> dict[str, Any]:
+def _named_as_data(
+    part: object, names: Mapping[str, object], as_data: Callable[[object], Data]
+) -> Data:
+    """Return a part by its name, or by the name of its class and its fields.
+
+    ``None`` if it has neither.
+    """
+    name = _name_in(names, part)
+    if name is not None:
+        return {"name": name}
+
+    class_name = _name_in(names, type(part))
+    if class_name is None or not is_dataclass(part):
+        return None
+    values = {field.name: as_data(getattr(part, field.name)) for field in fields(part)}
+    config: dict[str, Data] = {"class": class_name, "fields": values}
+    return config | _call_as_data(getattr(part, "origin", None), as_data)
+
+
+def _call_as_data(origin: Origin | None, as_data: Callable[[object], Data]) -> dict[str, Data]:
     """Return the call of the preset that made a rule; nothing for a rule that no preset made."""
-    preset = None if origin is None else _public_name(_PRESETS, origin.function)
-    if origin is None or preset is None:
+    if origin is None:
+        return {}
+    preset = _name_in(_PRESETS, origin.function)
+    if preset is None:
         return {}
 
-    named = {name: plain(value) for name, value in origin.named.items()}
-    return {
-        "call": {
-            "preset": preset,
-            "positional": list(map(plain, origin.positional)),
-            "named": named,
-        }
-    }
+    positional = list(map(as_data, origin.positional))
+    named = {name: as_data(argument) for name, argument in origin.named.items()}
+    return {"call": {"preset": preset, "positional": positional, "named": named}}
 
 
-def _settle_origin(rule: Any, call: Any, again: Callable[[Any], Any]) -> None:
-    """Let a rule print as the call of a preset that a config holds, if this makes the same rule.
+def _set_origin(rule: object, call: Data, restore: Callable[[Data], Any]) -> None:
+    """Let a rule print as the call of a preset in its config, if this call makes the same rule.
 
     It need not: a config may have been changed by hand, or saved by a version in which the preset
     made another rule.
@@ -210,10 +240,10 @@ def _settle_origin(rule: Any, call: Any, again: Callable[[Any], Any]) -> None:
         case _:
             return
 
-    in_order = list(map(again, positional))
-    by_name = {str(argument): again(value) for argument, value in named.items()}
+    arguments = list(map(restore, positional))
+    named_arguments = {str(argument): restore(value) for argument, value in named.items()}
     try:
-        made = make(*in_order, **by_name)
+        made = make(*arguments, **named_arguments)
     except (TypeError, ValueError):
         # Arguments of another version, or changed by hand: the rule itself was read from its
         # fields, and prints its choices.
@@ -224,50 +254,48 @@ def _settle_origin(rule: Any, call: Any, again: Callable[[Any], Any]) -> None:
         set_frozen_fields(rule, origin=made.origin)
 
 
-def _refuse(value: Any) -> Any:
-    what = (
-        source(value)
-        if hasattr(value, "__qualname__")
-        else f"an object of {type(value).__qualname__}"
-    )
+def _raise_unnamed(part: object) -> NoReturn:
+    """Raise an error that a part of a rule has no name."""
+    described = f"an object of {type(part).__qualname__}"
+    if hasattr(part, "__qualname__"):
+        described = source(part)
     msg = (
-        f"{what} is part of the rule, and has no name that it could be saved by: pass it to "
-        "to_config and from_config, "
-        'by a name, as in to_config(rule, {"mine": mine})'
+        f"{described} is part of the rule, but a config has no name for it; pass it with a name to "
+        'to_config and from_config, as in to_config(rule, {"mine": mine})'
     )
     raise TypeError(msg)
 
 
-def _check_config(part: Any) -> Any:
-    msg = f"{summarize(part)} is no part of the config of a rule: pass what to_config returned"
-    raise ValueError(msg)
-
-
-def _array_as_data(array: Any) -> Any:
+def _array_as_data(array: Any) -> Data:
     """Return an array as lists, a 0-d one as a number."""
-    backend, shape = backend_of(array), tuple(array.shape)
-    # not every 0-d array converts
-    flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))
-    values = _texts(to_lists(flat))
-    if not shape:
-        return values if backend is None else values[0]
-    dtype = re.findall(r"u?int\d+|bool|float32|float64", str(array.dtype))
-    return {"array": values, "dtype": dtype[0] if dtype else "float32"}
+    if tuple(array.shape):
+        # Other dtypes, such as bfloat16, are unknown to NumPy: float32 holds all of their numbers.
+        dtypes = re.findall(r"u?int\d+|bool|float32|float64", str(array.dtype))
+        dtype = next(iter(dtypes), "float32")
+        return {"array": _json_numbers(to_lists(array)), "dtype": dtype}
+
+    backend = backend_of(array)
+    if backend is None:
+        return _json_numbers(to_lists(array))
+
+    # Not every library converts a 0-d array to a number.
+    [number] = to_lists(backend.xp.reshape(array, (-1,)))
+    return _json_numbers(number)
 
 
-def _texts(values: Any) -> Any:
-    """Return numbers in the forms that JSON has."""
-    if isinstance(values, list):
-        return list(map(_texts, values))
-    return (
-        {"number": str(values)}
-        if isinstance(values, float) and not math.isfinite(values)
-        else values
-    )
+def _json_numbers(numbers: object) -> Data:
+    """Return numbers in the forms that JSON has, which has no infinity and no NaN."""
+    if isinstance(numbers, list):
+        return list(map(_json_numbers, numbers))
+    if isinstance(numbers, float) and not math.isfinite(numbers):
+        return {"number": str(numbers)}
+    return numbers
 
 
-def _numbers_of_data(values: Any) -> Any:
-    """Undo `_texts`."""
-    if isinstance(values, list):
-        return list(map(_numbers_of_data, values))
-    return float(values["number"]) if isinstance(values, dict) else values
+def _python_numbers(numbers: Data) -> Any:
+    """Return the numbers from which `_json_numbers` made data."""
+    if isinstance(numbers, list):
+        return list(map(_python_numbers, numbers))
+    if isinstance(numbers, dict):
+        return float(numbers["number"])
+    return numbers

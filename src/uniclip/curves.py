@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Fourth choice, the curve: the factor that multiplies a gradient, given its norm and its limit.
+"""The curve, last of the four choices of a rule: the factor for a norm, given its limit.
 
 A curve is a function of the array API namespace, the norm and the limit: real floating-point arrays
-whose shapes broadcast together. The factor of a norm of 0 is finite, as are all derivatives.
+whose shapes broadcast together. The factor of a norm of 0 is finite, as are all derivatives. So
+each curve divides only by what cannot be 0: `where` alone does not stop a NaN in the derivative of
+the branch that is not taken.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from uniclip._errors import Printed, positive, set_frozen_fields
+from uniclip._types import Factors, Flags, Limits, Namespace, Norms, Tensor
 
 __all__ = [
     "NonMonotonic",
@@ -25,10 +28,11 @@ __all__ = [
     "tanh",
 ]
 
+# Not in terms of uniclip's protocols, so that your own curve may name one framework's arrays.
 Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
-def hard(xp: Any, norm: Any, limit: Any) -> Any:
+def hard(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     """Return ``min(1, limit/norm)``: larger norms are scaled to the limit, others stay.
 
     There is no epsilon: the factor is exactly 1 up to the limit, and neither it nor its derivative
@@ -51,11 +55,12 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     >>> uc.curves.hard(np, norms, 1.0)
     array([1.  , 1.  , 1.  , 0.25])
     """
-    below, ones = norm <= limit, xp.ones_like(norm)
+    ones = xp.ones_like(norm)
+    below = norm <= limit
     return xp.where(below, ones, limit / xp.where(below, ones, norm))
 
 
-def normalize(xp: Any, norm: Any, limit: Any) -> Any:
+def normalize(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zero.
 
     Examples
@@ -64,11 +69,12 @@ def normalize(xp: Any, norm: Any, limit: Any) -> Any:
     >>> uc.curves.normalize(np, norms, 1.0).round(3)
     array([1.  , 2.  , 1.  , 0.25])
     """
-    zero, ones = xp.equal(norm, 0.0), xp.ones_like(norm)
+    ones = xp.ones_like(norm)
+    zero = xp.equal(norm, 0.0)
     return xp.where(zero, ones, limit / xp.where(zero, ones, norm))
 
 
-def reject(xp: Any, norm: Any, limit: Any) -> Any:
+def reject(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     """Return 1 up to the limit, 0 above it: gradients with larger norms are dropped.
 
     Examples
@@ -80,7 +86,7 @@ def reject(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.astype(norm <= limit, norm.dtype)
 
 
-def soft(xp: Any, norm: Any, limit: Any) -> Any:
+def soft(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     """Return ``limit/(limit + norm)``: norms stay below the limit, and small ones shrink a little.
 
     Examples
@@ -93,8 +99,8 @@ def soft(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(above, ratio, 1.0) / (1 + ratio)
 
 
-def smooth(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``1/√(1 + (norm/limit)²)``: norms stay below the limit, and small ones hardly change.
+def smooth(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
+    """Return ``1/√(1 + (norm/limit)²)``: norms stay below the limit; small ones hardly change.
 
     Examples
     --------
@@ -106,7 +112,7 @@ def smooth(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(above, ratio, 1.0) / xp.sqrt(1 + ratio * ratio)
 
 
-def tanh(xp: Any, norm: Any, limit: Any) -> Any:
+def tanh(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     """Return ``limit·tanh(norm/limit)/norm``.
 
     Norms stay within the limit, and small ones hardly change.
@@ -118,17 +124,19 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     array([1.   , 0.924, 0.762, 0.25 ])
     """
     above, ratio = _ratio(xp, norm, limit)
-    # Elsewhere the result is the ratio, or 1, to rounding, and this formula's derivative would
-    # overflow.
-    usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
-    safe = xp.where(usual, ratio, 1.0)
+
+    # Outside this range the result is the ratio, or 1, to rounding, and the derivative of the
+    # formula would overflow.
+    in_range = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
+    safe = xp.where(in_range, ratio, 1.0)
+
     x = xp.where(above, 1 / safe, safe)
-    return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, 1.0))
+    return xp.where(in_range, xp.tanh(x) / x, xp.where(above, ratio, 1.0))
 
 
 @dataclass(frozen=True, repr=False)
 class Regularized(Printed):
-    """Return ``limit/(norm + gamma)``: `normalize`, but the smallest gradients stay small (AUTO-S).
+    """Return ``limit/(norm + gamma)``: `normalize`, but tiny gradients stay small (AUTO-S).
 
     Parameters
     ----------
@@ -145,10 +153,10 @@ class Regularized(Printed):
     gamma: float
 
     def __post_init__(self) -> None:
-        """Refuse values that would divide by zero."""
+        """Validate ``gamma``, since 0 would divide by zero."""
         set_frozen_fields(self, gamma=positive("gamma", self.gamma))
 
-    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
+    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002
         """Return the factor."""
         return limit / (norm + self.gamma)
 
@@ -174,10 +182,10 @@ class NonMonotonic(Printed):
     r: float
 
     def __post_init__(self) -> None:
-        """Refuse values that would divide by zero."""
+        """Validate ``r``, since 0 would divide by zero."""
         set_frozen_fields(self, r=positive("r", self.r))
 
-    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
+    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002
         """Return the factor."""
         return limit / (norm + self.r / (norm + self.r))
 
@@ -201,21 +209,21 @@ class RejectAbove(Printed):
     bound: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no number above 0."""
+        """Validate ``bound``."""
         set_frozen_fields(self, bound=positive("bound", self.bound))
 
-    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:
+    def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:
         """Return the factor."""
         return xp.where(norm > self.bound, xp.zeros_like(norm), hard(xp, norm, limit))
 
 
-def never_amplifies(curve: Any) -> bool:
-    """Whether the factor of a curve is 1 at most, however large the limit."""
+def never_amplifies(curve: Curve) -> bool:
+    """Return whether the factor of a curve is at most 1, however large the limit."""
     return curve is hard or rejects(curve)
 
 
-def rejects(curve: Any) -> bool:
-    """Whether a curve drops gradients, and so the step if it drops all of them."""
+def rejects(curve: Curve) -> bool:
+    """Return whether a curve drops gradients, and so skips the step if it drops all of them."""
     return curve is reject or isinstance(curve, RejectAbove)
 
 
@@ -223,13 +231,15 @@ _TINY = 1e-8
 """A number whose square is lost when added to 1."""
 
 
-def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
+def _ratio(xp: Namespace, norm: Norms, limit: Limits) -> tuple[Flags, Tensor]:
     """Return whether the norm is above the limit,
     and the smaller of the two divided by the larger (0/0 is 0).
     """
+    # Unlike norm/limit and limit/norm, this ratio cannot overflow, nor can its square.
     above = norm > limit
+    smaller = xp.where(above, limit, norm)
     larger = xp.where(above, norm, limit)
-    return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, 1.0)
+    return above, smaller / xp.where(larger > 0, larger, 1.0)
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Second choice, the norm: how the size of the entries in a scope is measured."""
+"""The norm, second of the four choices of a rule: how the size of a scope's entries is measured.
+
+This module only describes norms. `uniclip._core.measure` computes them.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from uniclip._errors import Printed, number, set_frozen_fields, summarize
+from uniclip._types import Namespace, Tensor
 
 __all__ = ["L1", "L2", "MEAN", "RMS", "Linf", "Norm"]
 
@@ -41,26 +44,32 @@ class Norm(Printed):
     size_power: float = 0
 
     def __post_init__(self) -> None:
-        """Validate the order."""
-        wanted = "a number of at least 1 (or math.inf)"
+        """Validate ``ord`` and ``size_power``."""
         name = "ord, the order of a norm,"
-        set_frozen_fields(
-            self,
-            ord=number(name, self.ord, wanted),
-            size_power=number("size_power", self.size_power),
-        )
+        wanted = "a number of at least 1 (or math.inf)"
+        order = number(name, self.ord, wanted)
+        size_power = number("size_power", self.size_power)
+        set_frozen_fields(self, ord=order, size_power=size_power)
+
+        # Written so that NaN fails, too. Below 1 the triangle inequality does not hold.
         if not self.ord >= 1:
             msg = f"{name} must be {wanted}, got {summarize(self.ord)}"
             raise ValueError(msg)
+
         if not math.isfinite(self.size_power):
             msg = f"size_power must be finite, got {self.size_power}"
             raise ValueError(msg)
 
-    def root(self, xp: Any, total: Any) -> Any:
+    def root(self, xp: Namespace, total: Tensor) -> Tensor:
         """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
+        # The root's own derivative at 0 is infinite, and `where` would turn it into NaN: so the
+        # root is taken of 1 there.
         positive = total > 0
         safe = xp.where(positive, total, 1.0)
-        return xp.where(positive, xp.sqrt(safe) if self.ord == 2 else safe ** (1 / self.ord), total)
+
+        if self.ord == 2:
+            return xp.where(positive, xp.sqrt(safe), total)
+        return xp.where(positive, safe ** (1 / self.ord), total)
 
 
 L1 = Norm(1)

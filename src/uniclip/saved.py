@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""The saved form of a rule's state: its numbers, the labels of their norms, and the kind of rule.
+"""The saved form of a rule's state: its numbers, whose they are, and the kind of rule.
 
 It is a dict of four entries, the same for `uniclip.Clipper`, every integration and every framework:
 
 ==============  ===================================================================================
 ``"format"``    2, the version of the format
 ``"rule"``      the kinds of limit, norm and scope that the numbers belong to, see `identity`
-``"leaves"``    for each rule with memory, the leaves or groups of its norms, see `leaves_of`
+``"leaves"``    for each stateful rule, the leaves or groups of its norms, see `leaves_of`
 ``"state"``     the arrays of the state by name, as numbers and lists, or as arrays
 ==============  ===================================================================================
 
-`to_dict` and `from_dict` are for states that a training loop holds itself.
+`to_dict` and `from_dict` are for states that a custom training loop keeps itself. Rules, without
+their states, are saved by `uniclip.config`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,30 +29,32 @@ import optree
 from uniclip._core.plan import label_of
 from uniclip._core.tree import Flat, flatten, place
 from uniclip._errors import check, stable, summarize
+from uniclip._types import Tensor, Tree
 from uniclip._version import version
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of, to_lists
-from uniclip.compose import Chain, Masked, as_rule, walk_rules
-from uniclip.limits import PerGroup
+from uniclip.compose import AnyRule, Chain, Masked, as_rule, walk_rules
+from uniclip.limits import Limit, PerGroup
 from uniclip.limits.base import SAVED_NAMES
 from uniclip.norms import Norm
-from uniclip.rule import Rule
+from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import FanIn, Scope, everything
 
 FORMAT = 2
-"""The version that is written and read.
-
-A state without a version, made by hand, is taken for one of it.
-"""
+"""The version that is written and read; a state without a version is read as this one."""
 _ENTRIES = ("rule", "leaves", "state")
-_ANEW = "start over by loading {}"
+_START_OVER = "start with empty state by loading {}"
+_MAX_LABELS = 5
+"""The number of leaves or groups that an error names."""
 
 
 Leaves: TypeAlias = list[list[str] | None]
-"""For each rule with memory, in the order of a chain: its leaves or groups,
+"""For each stateful rule, in the order of a chain: its leaves or groups,
 ``None`` if all leaves share a norm.
 
-A leaf without a gradient, or one that a mask leaves out, is listed too, since it has its own row.
+A leaf without a gradient, or one that a mask excludes, is listed too, since it has its own row.
 """
+NumPyArrays: TypeAlias = dict[str, "np.ndarray[Any, Any]"]
+"""Numbers of a state by name, as arrays of NumPy."""
 
 
 class Saved(NamedTuple):
@@ -59,44 +62,52 @@ class Saved(NamedTuple):
 
     leaves: Leaves | None
     """``None`` if unknown, or not to be checked."""
-    values: dict[str, Any]
+    values: Mapping[str, Tensor]
 
 
-class Memory(NamedTuple):
-    """What one rule remembers, as NumPy arrays by the names of its numbers."""
+class RuleState(NamedTuple):
+    """The state of one rule by leaf or group."""
 
-    rows: dict[str, dict[str, Any]]
-    """For each leaf or group."""
-    in_common: dict[str, Any]
-    """For all of them."""
+    rows: dict[str, NumPyArrays]
+    """The numbers of each leaf or group."""
+    shared: NumPyArrays
+    """The numbers that belong to all of them."""
 
 
-def array_of(value: Any) -> Any:
-    """Return values as a new array."""
-    backend = backend_of(value)
+def array_of(values: Any) -> Any:
+    """Return numbers, nested lists or an array as a new array."""
+    backend = backend_of(values)
     if backend is None:
-        return np.array(to_lists(value))
-    array = backend.detach(value)
-    return array.clone() if hasattr(array, "clone") else copy.copy(array)
+        return np.array(to_lists(values))
+
+    # A copy by `copy` would share the memory of a tensor of PyTorch.
+    array = backend.detach(values)
+    if hasattr(array, "clone"):
+        return array.clone()
+    return copy.copy(array)
 
 
-def array_like(backend: Backend, name: str, value: Any, like: Any) -> Any:
-    """Return values as an array like another one."""
+def array_like(backend: Backend, name: str, values: Tensor, like: Tensor) -> Tensor:
+    """Return saved values as an array like another one."""
     # Empty lists have neither shape nor dtype.
-    if 0 == math.prod(value.shape) == math.prod(like.shape):
+    if 0 == math.prod(values.shape) == math.prod(like.shape):
         return like
-    if tuple(value.shape) != tuple(like.shape):
+
+    if tuple(values.shape) != tuple(like.shape):
         msg = (
-            f"the saved {name} has shape {tuple(value.shape)}, but here it is "
-            f"{tuple(like.shape)}: load the state of the same rule on gradients of the same shapes"
+            f"the saved {name} has shape {tuple(values.shape)}, expected {tuple(like.shape)}; load "
+            "a state of the same rule for gradients of the same shapes"
         )
         raise ValueError(msg)
-    value = value if backend_of(value) is backend else np.asarray(to_lists(value))
+
+    array: Any = values
+    if backend_of(values) is not backend:
+        array = np.asarray(to_lists(values))
     with backend.computation_context(like):
-        return backend.to_device_of(like, backend.xp.asarray(value, dtype=like.dtype))
+        return backend.to_device_of(like, backend.xp.asarray(array, dtype=like.dtype))
 
 
-def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
+def to_dict(rule: AnyRule, state: Tree, grads: Tree) -> dict[str, Any]:
     """Return a state of ``rule.init`` or ``rule.update`` as plain numbers, lists and strings.
 
     Any file format can hold them.
@@ -111,7 +122,7 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
     Returns
     -------
     dict
-        In the format of `uniclip.Clipper.state_dict`; empty for a rule without memory.
+        In the format of `uniclip.Clipper.state_dict`; empty for a rule without state.
 
     Examples
     --------
@@ -124,14 +135,13 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
     True
     """
     rule = as_rule(rule)
-    return (
-        to_saved(rule, Saved(leaves_of(rule, flatten(grads)), values_of(state)))
-        if rule.stateful
-        else {}
-    )
+    if not rule.stateful:
+        return {}
+    leaves = leaves_of(rule, flatten(grads))
+    return to_saved(rule, Saved(leaves, values_of(state)))
 
 
-def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
+def from_dict(rule: AnyRule, saved: Mapping[str, Any], grads: Tree) -> Any:
     """Return a saved state for ``rule.update``; it may come from any integration and framework.
 
     Parameters
@@ -162,9 +172,11 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     """
     rule = as_rule(rule)
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
-    new = rule.init(grads)
+    first_state = rule.init(grads)
+    if not saved:
+        return first_state
     leaves = leaves_of(rule, flatten(grads))
-    return restore_state(from_saved(saved, rule), rule, leaves, new) if saved else new
+    return restore_state(from_saved(saved, rule), rule, leaves, first_state)
 
 
 def renamed(
@@ -192,21 +204,32 @@ def renamed(
     >>> renamed(clipper.state_dict(), {"['w']": "['dense']['kernel']"})["leaves"]
     [["['dense']['kernel']"]]
     """
-    if saved.get("leaves") is None:
+    leaves = saved.get("leaves")
+    if leaves is None:
         return dict(saved)
-    known = labels_of(saved["leaves"])
-    strange = [] if callable(names) else [name for name in names if name not in known]
-    if strange:
-        msg = f"the saved state is not of {shown(strange)}: it is of {shown(known)}"
+
+    labels = labels_of(leaves)
+    if callable(names):
+        names = {label: names(label) for label in labels}
+    unknown = [name for name in names if name not in labels]
+    if unknown:
+        msg = (
+            f"the saved state has no entry for {shown(unknown)}; it has entries for {shown(labels)}"
+        )
         raise ValueError(msg)
 
-    of: Any = names if callable(names) else lambda label: names.get(label, label)
-    leaves = [None if part is None else list(map(of, part)) for part in saved["leaves"]]
-    twice = [label for part in leaves for label, n in Counter(part or ()).items() if n > 1]
-    if twice:
-        msg = f"two leaves of the saved state would become {shown(twice[:1])}"
-        raise ValueError(msg)
-    return {**saved, "leaves": leaves}
+    new_leaves = []
+    for old_labels in leaves:
+        new_labels = old_labels and [names.get(label, label) for label in old_labels]
+        for label, count in Counter(new_labels or ()).items():
+            if count > 1:
+                msg = (
+                    f"two leaves of the saved state would be named {shown([label])}; give each a "
+                    "different name"
+                )
+                raise ValueError(msg)
+        new_leaves.append(new_labels)
+    return {**saved, "leaves": new_leaves}
 
 
 def names_of(state: Any) -> list[str]:
@@ -214,7 +237,9 @@ def names_of(state: Any) -> list[str]:
     return [_name_of_path(path) for path in optree.tree_accessors(state)]
 
 
-def to_saved(rule: Any, saved: Saved, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
+def to_saved(
+    rule: BaseRule, saved: Saved, convert: Callable[[Any], object] = to_lists
+) -> dict[str, Any]:
     """Return a state in its saved form; ``convert`` converts each array for the file."""
     values = {name: convert(array) for name, array in saved.values.items()}
     return {
@@ -225,7 +250,7 @@ def to_saved(rule: Any, saved: Saved, convert: Callable[[Any], Any] = to_lists) 
     }
 
 
-def from_saved(saved: Any, rule: Any) -> Saved:
+def from_saved(saved: Any, rule: BaseRule) -> Saved:
     """Check what can be checked in a saved state without gradients, and copy it.
 
     Parameters
@@ -241,31 +266,28 @@ def from_saved(saved: Any, rule: Any) -> Saved:
         If it has another format, lacks an entry, or belongs to another rule.
     """
     _check_format(saved)
-    if (
-        not isinstance(saved, dict)
-        or not set(_ENTRIES) <= set(saved)
-        or not isinstance(saved["state"], dict)
-    ):
+    complete = isinstance(saved, dict) and set(_ENTRIES) <= set(saved)
+    if not complete or not isinstance(saved["state"], dict):
         msg = (
-            f"the saved state, {summarize(saved)}, does not say whose norms it holds: {_ANEW}; or, if "
-            "it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, "
-            "'state': {name: array}}"
+            f"the saved state, {summarize(saved)}, doesn't name its rule and its leaves; "
+            f"{_START_OVER}, or, if it is a state of this rule and these leaves, load "
+            "{'rule': None, 'leaves': None, 'state': {name: array}}"
         )
         raise ValueError(msg)
-    ours, theirs = identity(rule), saved["rule"]
-    if theirs not in (ours, None):
+
+    expected = identity(rule)
+    if saved["rule"] not in (expected, None):
         msg = (
-            f"the saved state is that of another rule than {summarize(rule)}: it is of {theirs}, this "
-            f"one of {ours}; give the same rule, or {_ANEW}"
+            f"the saved state belongs to a different rule: it was saved for {saved['rule']}, but "
+            f"{summarize(rule)} is {expected}; load it with the same rule, or {_START_OVER}"
         )
         raise ValueError(msg)
-    return Saved(
-        _copy_labels(saved["leaves"]),
-        {name: array_of(value) for name, value in saved["state"].items()},
-    )
+
+    values = {name: array_of(numbers) for name, numbers in saved["state"].items()}
+    return Saved(_copy_labels(saved["leaves"]), values)
 
 
-def restore_state(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
+def restore_state(saved: Saved, rule: BaseRule, leaves: Leaves | None, like: Tree) -> Any:
     """Return a saved state in arrays like those of a state before the first step.
 
     Parameters
@@ -284,12 +306,17 @@ def restore_state(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> 
     """
     if saved.leaves is None or leaves is None or saved.leaves == leaves:
         return _fill_state(rule, saved.values, like)
-    if [part and set(part) for part in saved.leaves] != [part and set(part) for part in leaves]:
+
+    # In another order, rows are looked up by their names.
+    saved_sets = [labels and set(labels) for labels in saved.leaves]
+    if saved_sets != [labels and set(labels) for labels in leaves]:
         raise ValueError(_describe_mismatch(rule, labels_of(saved.leaves), labels_of(leaves)))
     return by_name(saved, rule, leaves, like)[0]
 
 
-def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Saved, list[str]]:
+def by_name(
+    saved: Saved, rule: BaseRule, leaves: Leaves, like: Tree
+) -> tuple[Any, Saved, list[str]]:
     """Return a state whose rows are looked up in a saved one by the names of leaves or groups.
 
     Parameters
@@ -305,171 +332,200 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     new : list of str
         The names that are not in the saved state.
     """
-    theirs, ours = _memories(rule, saved), _memories(rule, Saved(leaves, values_of(like)))
-    joined, left, new = [], [], []
-    for old, new_memory in zip(theirs, ours, strict=True):
-        # A single row does not tell that it is of all.
-        common = {*old.in_common, *new_memory.in_common}
-        once = {
-            name: value[None]
-            for row in old.rows.values()
-            for name, value in row.items()
-            if name in common
+    saved_states = _split_rules(rule, saved)
+    first_states = _split_rules(rule, Saved(leaves, values_of(like)))
+
+    states: list[RuleState] = []
+    kept: list[RuleState] = []
+    new: list[str] = []
+    for saved_state, first_state in zip(saved_states, first_states, strict=True):
+        states.append(_look_up_rows(rule, saved_state, first_state))
+
+        # A leaf named "" never comes back.
+        here = first_state.rows
+        others = {
+            label: row for label, row in saved_state.rows.items() if label and label not in here
         }
-        rows = {label: old.rows.get(label, row) for label, row in new_memory.rows.items()}
-        for label in [label for label in rows if label in old.rows]:
-            missing = {*new_memory.rows[label], *new_memory.in_common} ^ {
-                *old.rows[label],
-                *old.in_common,
-            }
-            if missing:
-                msg = (
-                    f"the saved state of {summarize(rule)} and one here differ in {sorted(missing)}: "
-                    f"{_ANEW}"
-                )
-                raise ValueError(msg)
-        joined.append(Memory(rows, {**new_memory.in_common, **once, **old.in_common}))
-        left.append(
-            Memory(
-                {label: row for label, row in old.rows.items() if label and label not in rows}, {}
+        kept.append(RuleState(others, {}))
+        new += [label for label in here if label not in saved_state.rows]
+
+    state = _fill_state(rule, _join_rules(rule, states).values, like)
+    return state, _join_rules(rule, kept), new
+
+
+def _look_up_rows(rule: BaseRule, saved: RuleState, first: RuleState) -> RuleState:
+    """Return the state of one rule with the leaves of its first state, and their saved rows."""
+    # An array with a single row looks like a number of that leaf, even if it belongs to all.
+    shared_names = {*saved.shared, *first.shared}
+    single: NumPyArrays = {}
+    for row in saved.rows.values():
+        single |= {name: number[None] for name, number in row.items() if name in shared_names}
+
+    rows: dict[str, NumPyArrays] = {}
+    for label, first_row in first.rows.items():
+        rows[label] = saved.rows.get(label, first_row)
+        differing = {*first_row, *first.shared} ^ {*rows[label], *saved.shared}
+        if label in saved.rows and differing:
+            msg = (
+                f"the saved state of {summarize(rule)} and a state here differ in "
+                f"{sorted(differing)}; {_START_OVER}"
             )
-        )
-        new += [label for label in rows if label not in old.rows]
-    return (
-        _fill_state(rule, _save_memories(rule, joined).values, like),
-        _save_memories(rule, left),
-        new,
-    )
+            raise ValueError(msg)
+    return RuleState(rows, {**first.shared, **single, **saved.shared})
 
 
-def merge_states(rule: Any, first: Saved, other: Saved) -> Saved:
+def merge_states(rule: BaseRule, first: Saved, other: Saved) -> Saved:
     """Return two saved states of a rule, of different leaves or groups, as one.
 
-    What all share is that of the first.
+    The first one wins where both have a number.
     """
-    pairs = zip(_memories(rule, first), _memories(rule, other), strict=True)
-    return _save_memories(
-        rule,
-        [Memory({**a.rows, **b.rows, **a.rows}, {**b.in_common, **a.in_common}) for a, b in pairs],
-    )
+    merged = []
+    for a, b in zip(_split_rules(rule, first), _split_rules(rule, other), strict=True):
+        # The rows of the first come first, in their order.
+        rows = {**a.rows, **b.rows, **a.rows}
+        merged.append(RuleState(rows, {**b.shared, **a.shared}))
+    return _join_rules(rule, merged)
 
 
 def values_of(state: Any) -> dict[str, Any]:
-    """Return the numbers of a state by name."""
+    """Return the arrays of a state by name."""
     return dict(zip(names_of(state), optree.tree_leaves(state), strict=True))
 
 
-def _check_format(saved: Any) -> None:
-    """Refuse a state in an unknown format."""
-    name = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
-    if isinstance(name, bool) or name != FORMAT:
+def _check_format(saved: object) -> None:
+    """Raise if a saved state has an unknown format."""
+    if not isinstance(saved, dict):
+        return
+    number = saved.get("format", FORMAT)
+    if number != FORMAT:
         msg = (
-            f"the saved state has the format {summarize(name)}, and uniclip {version()} knows the "
-            f"format {FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
+            f"the saved state has format {summarize(number)}, but uniclip {version()} reads format "
+            f"{FORMAT}; load it with the uniclip that saved it or a later one, or {_START_OVER}"
         )
         raise ValueError(msg)
 
 
-def _fill_state(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
+def _fill_state(rule: BaseRule, values: Mapping[str, Tensor], like: Any) -> Any:
     """Return the numbers of a saved state in arrays like those of a state."""
-    accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
-    names = [_name_of_path(path) for path in accessors]
-    if set(names) != set(numbers):
+    paths, arrays, spec = optree.tree_flatten_with_accessor(like)
+    names = [_name_of_path(path) for path in paths]
+    if set(names) != set(values):
         msg = (
-            f"the saved state has {sorted(numbers)}, and one of {summarize(rule)} here has "
-            f"{sorted(names)}: {_ANEW}"
+            f"the saved state has {sorted(values)}, but a state of {summarize(rule)} has "
+            f"{sorted(names)}; {_START_OVER}"
         )
         raise ValueError(msg)
-    backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
-    new = [
-        array_like(backend, name, numbers[name], array)
-        for name, array in zip(names, arrays, strict=True)
-    ]
-    return optree.tree_unflatten(spec, new)
+
+    # A Python bool has no backend.
+    backend = next(filter(None, map(backend_of, arrays)), DEFAULT)
+    filled = []
+    for name, array in zip(names, arrays, strict=True):
+        filled.append(array_like(backend, name, values[name], array))
+    return optree.tree_unflatten(spec, filled)
 
 
-def _memories(rule: Any, saved: Saved) -> list[Memory]:
-    """Return what each rule with memory remembers, row by row."""
-    parts = zip(memories_of(rule), saved.leaves or (), strict=True)
-    return [
-        _memory(rule_part, way, labels or [], saved.values) for (way, rule_part), labels in parts
-    ]
+# Rows of leaves and groups: states have an array for many of them, lookups need each by its name.
 
 
-def _memory(rule: Any, way: str, labels: list[str], values: dict[str, Any]) -> Memory:
-    numbers = {
-        name[len(way) :]: numpy_of(value) for name, value in values.items() if name.startswith(way)
-    }
+def _split_rules(rule: BaseRule, saved: Saved) -> list[RuleState]:
+    """Return the state of each stateful rule, row by row."""
+    states = []
+    for (prefix, part), labels in zip(stateful_rules(rule), saved.leaves or (), strict=True):
+        values: NumPyArrays = {}
+        for name, array in saved.values.items():
+            if name.startswith(prefix):
+                values[name.removeprefix(prefix)] = numpy_of(array)
+        states.append(_split_rows(part, labels or [], values))
+    return states
+
+
+def _split_rows(rule: BaseRule, labels: list[str], values: NumPyArrays) -> RuleState:
+    """Return the state of one rule, row by row."""
+    rows: dict[str, NumPyArrays] = {label: {} for label in labels}
     if _has_separate_states(rule):
-        fronts = [_front(rule, number, len(labels)) for number in range(len(labels))]
-        rows = [
-            {name[len(f) :]: array for name, array in numbers.items() if name.startswith(f)}
-            for f in fronts
-        ]
-        return Memory(dict(zip(labels, rows, strict=True)), {})
-    in_common = {
-        name: array
-        for name, array in numbers.items()
-        if not labels or array.shape[:1] != (len(labels),)
-    }
-    of_rows = [name for name in numbers if name not in in_common]
-    return Memory(
-        {label: {name: numbers[name][n] for name in of_rows} for n, label in enumerate(labels)},
-        in_common,
-    )
+        for number, label in enumerate(labels):
+            prefix = _row_prefix(rule, number, len(labels))
+            for name, array in values.items():
+                if name.startswith(prefix):
+                    rows[label][name.removeprefix(prefix)] = array
+        return RuleState(rows, {})
 
-
-def _save_memories(rule: Any, memories: list[Memory]) -> Saved:
-    """Return what rules remember as a saved state."""
-    leaves: Leaves = []
-    values: dict[str, Any] = {}
-    for (way, rule_part), (rows, in_common) in zip(memories_of(rule), memories, strict=True):
-        leaves.append(list(rows) if labelled(rule_part) else None)
-        if _has_separate_states(rule_part):
-            for number, row in enumerate(rows.values()):
-                front = way + _front(rule_part, number, len(rows))
-                values |= {front + name: array for name, array in row.items()}
+    shared: NumPyArrays = {}
+    for name, array in values.items():
+        if not labels or array.shape[:1] != (len(labels),):
+            shared[name] = array
             continue
-        names = dict.fromkeys(
-            [name for row in rows.values() for name in row if name not in in_common]
-        )
-        values |= {way + name: np.stack([row[name] for row in rows.values()]) for name in names}
-        values |= {way + name: array for name, array in in_common.items()}
+        for label, number in zip(labels, array, strict=True):
+            rows[label][name] = number
+    return RuleState(rows, shared)
+
+
+def _join_rules(rule: BaseRule, states: Sequence[RuleState]) -> Saved:
+    """Return the states of stateful rules as a saved state; the inverse of `_split_rules`."""
+    leaves: Leaves = []
+    values: NumPyArrays = {}
+    for (prefix, part), (rows, shared) in zip(stateful_rules(rule), states, strict=True):
+        leaves.append(list(rows) if labelled(part) else None)
+        for name, array in _join_rows(part, rows, shared).items():
+            values[prefix + name] = array
     return Saved(leaves, values)
 
 
-def _has_separate_states(rule: Any) -> bool:
-    """Whether each leaf or group has a state of its own, as shapes or limits differ,
+def _join_rows(rule: BaseRule, rows: dict[str, NumPyArrays], shared: NumPyArrays) -> NumPyArrays:
+    """Return the rows of one rule as the arrays of its state; the inverse of `_split_rows`."""
+    values: NumPyArrays = {}
+    if _has_separate_states(rule):
+        for number, row in enumerate(rows.values()):
+            prefix = _row_prefix(rule, number, len(rows))
+            values |= {prefix + name: array for name, array in row.items()}
+        return values
+
+    for row in rows.values():
+        for name in row:
+            if name not in values and name not in shared:
+                values[name] = np.stack([other[name] for other in rows.values()])
+    return values | shared
+
+
+def _has_separate_states(rule: BaseRule) -> bool:
+    """Return whether each leaf or group has a separate state, since shapes or limits differ,
     not a row of the same arrays.
     """
-    return labelled(rule) and (rule.scope.axes is not None or isinstance(rule.limit, PerGroup))
+    if not isinstance(rule, Rule) or not labelled(rule):
+        return False
+    return rule.scope.axes is not None or isinstance(rule.limit, PerGroup)
 
 
-def _front(rule: Any, number: int, count: int) -> str:
-    """Return the beginning of the names of a leaf's own state.
+def _row_prefix(rule: BaseRule, number: int, count: int) -> str:
+    """Return the beginning of the names in a leaf's separate state."""
+    # The state of a single leaf along axes is not a tuple of states.
+    if count == 1 and isinstance(rule, Rule) and rule.scope.axes is not None:
+        return ""
+    return f"{number}."
 
-    A single leaf's along axes is no tuple of states.
-    """
-    return "" if rule.scope.axes is not None and count == 1 else f"{number}."
 
-
-def _describe_mismatch(rule: Any, theirs: list[str], ours: list[str]) -> str:
+def _describe_mismatch(rule: BaseRule, saved_labels: list[str], labels: list[str]) -> str:
     """Return the error that a state belongs to other leaves or groups."""
-    missing, extra = (
-        [label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs))
-    )
-    what = [f"norms of {shown(missing)}, which are not here"] if missing else []
-    what += [f"none of {shown(extra)}"] if extra else []
+    missing = [label for label in saved_labels if label not in labels]
+    new = [label for label in labels if label not in saved_labels]
+    differences = []
+    if missing:
+        differences.append(f"it has norms for {shown(missing)}, which don't exist here")
+    if new:
+        differences.append(f"it has no norms for {shown(new)}")
+    if not differences:
+        differences.append("its rules have other leaves")
     return (
-        f"the saved state of {summarize(rule)} is that of other leaves: it holds "
-        f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or "
-        f"{_ANEW} (if only their names have changed, give it the new ones by "
-        "uniclip.saved.renamed)"
+        f"the saved state of {summarize(rule)} doesn't match these gradients: "
+        f"{', and '.join(differences)}; pass the same leaves, rename the saved ones with "
+        f"uniclip.saved.renamed, or {_START_OVER}"
     )
 
 
-def _copy_labels(leaves: Any) -> Any:
-    return None if leaves is None else [None if part is None else list(part) for part in leaves]
+def _copy_labels(leaves: Leaves | None) -> Leaves | None:
+    if leaves is None:
+        return None
+    return [None if labels is None else list(labels) for labels in leaves]
 
 
 def _name_of_path(path: tuple[Any, ...]) -> str:
@@ -489,15 +545,15 @@ def _name_of_entry(entry: Any) -> str:
     return SAVED_NAMES.get(entry.field, entry.field) if of_uniclip else str(entry.field)
 
 
-# Whose norms a state holds.
+# Whose norms a state has.
 
 
-def identity(rule: Any) -> str:
+def identity(rule: BaseRule) -> str:
     """Return what a state of the rule depends on: the kinds of its limits, norms and scopes,
     in the order of a chain.
 
     Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor
-    are functions and rules without memory.
+    are functions and rules without state.
     """
     if not rule.stateful:
         return "-"
@@ -513,113 +569,126 @@ def identity(rule: Any) -> str:
     return type(rule).__name__
 
 
-def labelled(rule: Any) -> bool:
-    """Whether a state of the rule belongs to certain leaves or groups."""
-    return any(
-        [
-            isinstance(one, Rule) and one.stateful and one.scope.label is not everything
-            for one in walk_rules(rule)
-        ]
-    )
+def labelled(rule: BaseRule) -> bool:
+    """Return whether a state of the rule belongs to certain leaves or groups."""
+    for inner in walk_rules(rule):
+        if isinstance(inner, Rule) and inner.stateful and inner.scope.label is not everything:
+            return True
+    return False
 
 
-def leaves_of(rule: Any, flat: Flat) -> Leaves:
-    """Return the leaves or groups of each rule with memory, in the order of its norms.
+def leaves_of(rule: BaseRule, flat: Flat) -> Leaves:
+    """Return the leaves or groups of each stateful rule, in the order of its norms.
 
     ``flat`` is a flattened tree.
     """
     if not rule.stateful:
         return []
     if isinstance(rule, Chain):
-        return [part for inner in rule.rules for part in leaves_of(inner, flat)]
+        return [labels for inner in rule.rules for labels in leaves_of(inner, flat)]
     if isinstance(rule, Masked):
         return leaves_of(rule.rule, Flat(rule.choose_leaves(*flat), flat.spec))
-    if not labelled(rule):
-        return [None]
-    leaves, spec = flat
-    paths = spec.paths()
-    if rule.scope.label is None:
-        return [[stable(place("", path)) for path in paths]]
+    if isinstance(rule, Rule) and labelled(rule):
+        return [_labels_of_rule(rule, flat)]
+
+    # One norm of all leaves goes on with any leaves, so they are not saved.
+    return [None]
+
+
+def _labels_of_rule(rule: Rule, flat: Flat) -> list[str]:
+    """Return the leaves or groups of a rule in the order of its norms."""
+    paths = flat.spec.paths()
     label = rule.scope.label
-    labels = [
-        label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)
-    ]
-    return [sorted({stable(repr(name)) for name in [*rule.limit.groups, *labels]})]
+    if label is None:
+        return [stable(place("", path)) for path in paths]
+
+    # A limit for each group has a state for all of its groups, also for those without a leaf.
+    groups = list(rule.limit.groups)
+    for path, leaf in zip(paths, flat.leaves, strict=True):
+        groups.append(label_of(label, path, leaf, place("grads", path)))
+    return sorted({stable(repr(group)) for group in groups})
 
 
-def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield each rule with memory, in the order of `leaves_of`,
-    behind the beginning of the names of its numbers.
+def stateful_rules(rule: BaseRule, prefix: str = "") -> Iterator[tuple[str, BaseRule]]:
+    """Yield each stateful rule, in the order of `leaves_of`,
+    after the beginning of the names of its numbers.
     """
     if isinstance(rule, Chain) and rule.stateful:
         for number, inner in enumerate(rule.rules):
-            yield from memories_of(inner, (*way, f"{number}."))
+            yield from stateful_rules(inner, f"{prefix}{number}.")
     elif isinstance(rule, Masked):
-        yield from memories_of(rule.rule, way)
+        # The state of a mask is that of its rule.
+        yield from stateful_rules(rule.rule, prefix)
     elif rule.stateful:
-        yield "".join(way), rule
+        yield prefix, rule
 
 
 def labels_of(leaves: Leaves | None) -> list[str]:
     """Return the leaves or groups of all rules in one list."""
-    return [label for part in leaves or () for label in part or ()]
+    return [label for labels in leaves or () for label in labels or ()]
 
 
 def shown(labels: list[str]) -> str:
     """Return leaves and groups as text for an error."""
-    names = [
-        f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]
-    ]
-    return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
+    names = []
+    for label in labels[:_MAX_LABELS]:
+        is_path = label[:1] in {"", "["}
+        names.append(f"grads{label}" if is_path else f"group {label}")
+
+    text = ", ".join(names)
+    more = len(labels) - len(names)
+    if more:
+        text += f" and {more} more"
+    return text
 
 
-def _describe_limit(limit: Any) -> str:
+def _describe_limit(limit: Limit) -> str:
     """Return the kind of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
-        inside = [
-            f"{stable(repr(label))}: {_describe_limit(inner)}"
-            for label, inner in limit.limits
-            if inner.stateful
-        ]
-        return f"PerGroup({', '.join(sorted(inside))})"
-    values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}
-    shown = [f"window={int(values['window'])}"] if "window" in values else []
-    shown += [
-        name for name, value in values.items() if isinstance(value, (bool, np.bool_)) and value
-    ]
-    return type(limit).__name__ + (f"({', '.join(shown)})" if shown else "")
+        groups = []
+        for label, inner in limit.limits:
+            if inner.stateful:
+                groups.append(f"{stable(repr(label))}: {_describe_limit(inner)}")
+        return f"PerGroup({', '.join(sorted(groups))})"
+
+    parameters: list[str] = []
+    if is_dataclass(limit):
+        for field in fields(limit):
+            value = getattr(limit, field.name)
+            # A window is the length of an array, and a switch changes what an array means.
+            if field.name == "window":
+                parameters.insert(0, f"window={int(value)}")
+            elif isinstance(value, (bool, np.bool_)) and value:
+                parameters.append(field.name)
+
+    kind = type(limit).__name__
+    if not parameters:
+        return kind
+    return f"{kind}({', '.join(parameters)})"
 
 
 def _describe_norm(norm: Norm) -> str:
     name = repr(norm).rpartition(".")[2]
-    return (
-        name
-        if name.isidentifier()
-        else f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
-    )
+    if name.isidentifier():
+        return name
+    return f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
 
 
 def _describe_scope(scope: Scope) -> str:
     """Return which leaves share a norm, and along which axes."""
-    joined = (
-        "each leaf"
-        if scope.label is None
-        else "all leaves"
-        if scope.label is everything
-        else "groups of leaves"
-    )
+    leaves = "groups of leaves"
+    if scope.label is None:
+        leaves = "each leaf"
+    elif scope.label is everything:
+        leaves = "all leaves"
+
     axes = scope.axes
     if axes is None:
-        return joined
+        return leaves
     if isinstance(axes, FanIn):
-        return (
-            f"the units of {joined}"
-            if axes.axis is None
-            else f"the units of axis {int(axes.axis)} of {joined}"
-        )
-    along = (
-        str(list(axes))
-        if isinstance(axes, tuple)
-        else getattr(axes, "__name__", type(axes).__name__)
-    )
-    return f"axes {along} of {joined}"
+        if axes.axis is None:
+            return f"the units of {leaves}"
+        return f"the units of axis {int(axes.axis)} of {leaves}"
+    if isinstance(axes, tuple):
+        return f"axes {list(axes)} of {leaves}"
+    return f"axes {getattr(axes, '__name__', type(axes).__name__)} of {leaves}"

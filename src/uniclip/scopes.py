@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""First choice, the scope: which entries of the gradients share one norm.
+"""The scope, first of the four choices of a rule: which entries of the gradients share one norm.
 
-A scope says which axes of a leaf one norm covers, and which leaves share a norm.
+A scope has two parts: the axes of a leaf that one norm covers, and the leaves that share a norm.
+How a norm is computed is in `uniclip.norms`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Label: TypeAlias = Callable[[Path, Any], Hashable]
 
 @dataclass(frozen=True, repr=False)
 class Scope(Printed):
-    """Say which entries share one norm.
+    """Choose which entries share one norm.
 
     Parameters
     ----------
@@ -58,17 +59,17 @@ class Scope(Printed):
         """Validate ``axes`` and ``label``."""
         if self.axes is not None and not callable(self.axes):
             set_frozen_fields(self, axes=_axis_numbers(self.axes))
-        check(
-            "label",
-            self.label,
-            self.label is None or callable(self.label),
-            "a function of (path, leaf)",
-        )
+
+        is_label = self.label is None or callable(self.label)
+        check("label", self.label, is_label, "a function of (path, leaf)")
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""
         if isinstance(self.axes, FanIn) and self.label is None:
-            return f"uc.scopes.unit({'' if self.axes.axis is None else self.axes.axis})"
+            if self.axes.axis is None:
+                return "uc.scopes.unit()"
+            return f"uc.scopes.unit({self.axes.axis})"
+
         if self.axes is None and self.label not in {None, everything}:
             return f"uc.scopes.groups({show(self.label)})"
         return super()._printed(show)
@@ -77,29 +78,33 @@ class Scope(Printed):
         """Return the axes of an ``ndim``-dimensional leaf that one norm covers,
         ``None`` for all.
         """
-        axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes
+        axes = self.axes
+        if callable(axes):
+            axes = axes(ndim, output_axis)
         if axes is None:
             return None
+
         axes = _axis_numbers(axes)
-        wrong = [axis for axis in axes if not -ndim <= axis < ndim]
-        if wrong:
-            msg = f"axis {wrong[0]} is out of range for {ndim} dimension(s)"
-            raise ValueError(msg)
+        for axis in axes:
+            if not -ndim <= axis < ndim:
+                msg = f"axis {axis} is out of range for {ndim} dimension(s)"
+                raise ValueError(msg)
+
+        # -1 and the last axis are the same, which only the remainder shows.
         covered = sorted({axis % ndim for axis in axes})
         if len(covered) < len(axes):
-            msg = f"axes {axes} name one axis twice, of {ndim} dimension(s)"
+            msg = f"axes {axes} name an axis of {ndim} dimension(s) twice; name each axis once"
             raise ValueError(msg)
         return tuple(covered)
 
 
-def _axis_numbers(axes: Any) -> tuple[int, ...]:
+def _axis_numbers(axes: object) -> tuple[int, ...]:
     """Return one axis, or a sequence of axes, as a tuple of Python integers."""
-    fits = isinstance(axes, (list, tuple, range)) or hasattr(axes, "__index__")
-    check("axis", axes, fits, "a whole number or a tuple of them")
-    return tuple(
-        whole("axis", axis)
-        for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,))
-    )
+    if isinstance(axes, (list, tuple, range)):
+        return tuple([whole("axis", axis) for axis in axes])
+
+    check("axis", axes, hasattr(axes, "__index__"), "a whole number or a tuple of them")
+    return (whole("axis", axes),)
 
 
 def everything(path: Path, leaf: object) -> Hashable:  # noqa: ARG001 - the signature of a label
@@ -107,7 +112,7 @@ def everything(path: Path, leaf: object) -> Hashable:  # noqa: ARG001 - the sign
     return None
 
 
-def all_but_first(ndim: int, output_axis: int) -> tuple[int, ...]:  # noqa: ARG001 - the signature of axes
+def all_but_first(ndim: int, output_axis: int) -> tuple[int, ...]:  # noqa: ARG001 - as all `axes`
     """Cover all axes but the first, the axis of the examples."""
     if ndim == 0:
         msg = "a leaf without dimensions has no example axis"
@@ -128,13 +133,18 @@ class FanIn:
 
     def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
         """Return all axes but the output axis."""
+        # Biases and scales have no output axis: one norm covers them, as in the paper of AGC.
         if ndim <= 1:
             return tuple(range(ndim))
-        kept = output_axis if self.axis is None else self.axis
-        if not -ndim <= kept < ndim:
-            msg = f"output axis {kept} is out of range for {ndim} dimensions"
+
+        if self.axis is not None:
+            output_axis = self.axis
+        if not -ndim <= output_axis < ndim:
+            msg = f"output axis {output_axis} is out of range for {ndim} dimensions"
             raise ValueError(msg)
-        return tuple(axis for axis in range(ndim) if axis != kept % ndim)
+
+        output_axis %= ndim
+        return tuple([axis for axis in range(ndim) if axis != output_axis])
 
 
 each_entry = Scope(axes=())
@@ -205,9 +215,9 @@ def unit(axis: int | None = None) -> Scope:
 def groups(label: Label) -> Scope:
     """Give the leaves with equal ``label(path, leaf)`` one norm.
 
-    ``path`` is the tuple of keys that leads to the leaf; the label must be hashable. A rule with
-    memory also labels absent gradients, whose leaf is ``None``, so their labels must follow from
-    the path.
+    ``path`` is the tuple of keys that leads to the leaf; the label must be hashable. A
+    stateful rule also labels absent gradients, whose leaf is ``None``, so their labels must follow
+    from the path.
 
     Examples
     --------
@@ -217,9 +227,8 @@ def groups(label: Label) -> Scope:
     >>> float(norms["body"]), float(norms["head"])
     (5.0, 12.0)
     """
-    check(
-        "label", label, callable(label), "a function of (path, leaf) that names the group of a leaf"
-    )
+    wanted = "a function of (path, leaf) that returns the group of a leaf"
+    check("label", label, callable(label), wanted)
     return Scope(label=label)
 
 

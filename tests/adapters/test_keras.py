@@ -174,7 +174,7 @@ def test_refused_memories() -> None:
     saved, clipper = made.optimizer.rule_state_dict(), uc.Clipper(uc.zclip())
     clipper(weights())
     for other, reason in (
-        (clipper.state_dict(), "another rule"),
+        (clipper.state_dict(), "a different rule"),
         (renamed(saved, {"['net/w']": "['net/other']"}), "net/other"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -303,7 +303,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert insight.read(tmp_path / "run.jsonl").steps.tolist() == list(
             range(1, 2 * len(BATCHES) + 1)
         )
-    with pytest.raises(ValueError, match="another rule"):
+    with pytest.raises(ValueError, match="a different rule"):
         run("after.ckpt", rule=uc.zclip())
     fit(Module(), BATCHES).save_checkpoint(tmp_path / "without.ckpt")
     with pytest.warns(UserWarning, match="no state of"):

@@ -656,7 +656,7 @@ def test_memory_of_other_leaves() -> None:
     np.testing.assert_array_equal(
         moved.memory.averages, state.memory.averages[jnp.asarray([0, 2, 1])]
     )
-    with pytest.raises(ValueError, match="another rule"):
+    with pytest.raises(ValueError, match="a different rule"):
         from_dict(uc.autoclip(), saved, to_optax(uc.autoclip()).init(PARAMS), PARAMS)
     with pytest.raises(TypeError, match="this rule"):
         to_dict(uc.zclip(), state, PARAMS)

@@ -909,7 +909,7 @@ def test_leaves_that_are_gone_are_saved() -> None:
     elsewhere = uc.Clipper(rule)
     elsewhere.init([OrderedDict(a=a.detach())])
     # where nothing says that it may come back
-    with pytest.raises(ValueError, match=r"norms of grads\[1\]\['b'\]"):
+    with pytest.raises(ValueError, match=r"norms for grads\[1\]\['b'\]"):
         elsewhere.load_state_dict(saved["uniclip"])
 
 

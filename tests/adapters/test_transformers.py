@@ -277,7 +277,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     trainer = Feeding(
         tmp_path, [tensors(batch) for batch in BATCHES[3:6]], ClipGradients(uc.zclip())
     )
-    with pytest.raises(ValueError, match="another rule"):
+    with pytest.raises(ValueError, match="a different rule"):
         trainer.train(resume_from_checkpoint=again)
     trainer.train()  # the optimizer is free again
     train(tmp_path / "without", BATCHES[:3], **saved)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Published rules with memory: they learn from the norms of earlier steps.
+"""Published adaptive rules, whose limits follow the norms of earlier steps.
 
-A step that is not finite leaves their state unchanged.
+They are stateful. A step that is not finite leaves their state unchanged.
 """
 
 from __future__ import annotations
@@ -77,41 +77,37 @@ def autoclip(
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 3.0, 100.0)]
     [1.0, 1.5, 2.0, 2.5]
     """
-    _in_percent(
-        "percentile",
-        percentile,
-        "PercentileOfAll({})" if window is None else "Percentile({}, window)",
-    )
-    return Rule(
-        PercentileOfAll(percentile) if window is None else Percentile(percentile, window),
-        scope=all_leaves,
-        nonfinite=nonfinite,
-    )
+    if window is None:
+        _check_percentage(percentile, "PercentileOfAll({})")
+        return Rule(PercentileOfAll(percentile), scope=all_leaves, nonfinite=nonfinite)
+
+    _check_percentage(percentile, "Percentile({}, window)")
+    return Rule(Percentile(percentile, window), scope=all_leaves, nonfinite=nonfinite)
 
 
-def _in_percent(name: str, value: float, limit: str = "") -> None:
-    """Refuse a fraction where a percentage is wanted."""
-    share = number(name, value)
-    if 0 < share < 1:
-        hint = (
-            f"; write uc.Rule(uc.limits.{limit.format(share)}) if it is really meant"
-            if limit
-            else ""
-        )
-        msg = (
-            f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}{hint}"
-        )
-        raise ValueError(msg)
+def _check_percentage(percentile: float, limit: str = "") -> None:
+    """Raise if a percentile is a fraction, such as 0.95 for 95."""
+    fraction = number("percentile", percentile)
+    if not 0 < fraction < 1:
+        return
+
+    msg = f"percentile must be a percentage, got {fraction}; did you mean {100 * fraction:g}?"
+    if limit:
+        msg += f" For {fraction} %, write uc.Rule(uc.limits.{limit.format(fraction)})"
+    raise ValueError(msg)
 
 
-def _at_least_one(ratio: float) -> None:
-    """Refuse a growth where a ratio is wanted: with a ratio below 1 every norm would shrink."""
-    if isinstance(ratio, Real) and ratio < 1:
-        share = float(ratio)
-        hint = (
-            f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
-        )
-        check_range("ratio", ratio, 1, math.inf, hint if share > 0 else "")
+def _check_ratio(ratio: float) -> None:
+    """Raise if a ratio is below 1, such as 0.05 for a growth of 5 %."""
+    # Other types of numbers, and NaN, are left to the limit.
+    if not isinstance(ratio, Real) or not ratio < 1:
+        return
+
+    hint = ""
+    growth = float(ratio)
+    if growth > 0:
+        hint = f" ({1 + growth:g} for {100 * growth:g} % of growth; below 1 gradients shrink to 0)"
+    check_range("ratio", ratio, 1, math.inf, hint)
 
 
 @preset
@@ -144,15 +140,16 @@ def percentile_clipping(
     >>> [clipper(np.asarray([n])).item() for n in (2.0, 2.5, 1.0)]
     [2.0, 2.0, 1.0]
     """
-    _in_percent("percentile", percentile)
-    percentile, window = whole("percentile", percentile, 0), whole("window", window, 2)
+    _check_percentage(percentile)
+    percentile = whole("percentile", percentile, 0)
+    window = whole("window", window, 2)
     check_range("percentile", percentile, 0, 100)
+
+    # bitsandbytes takes one of the sorted norms and does not interpolate: this percentile is
+    # exactly that norm.
     rank = min(percentile * window // 100, window - 1)
-    return Rule(
-        Percentile(100 * rank / (window - 1), window, filled=True),
-        scope=each_leaf,
-        nonfinite=nonfinite,
-    )
+    limit = Percentile(100 * rank / (window - 1), window, filled=True)
+    return Rule(limit, scope=each_leaf, nonfinite=nonfinite)
 
 
 @preset
@@ -305,7 +302,7 @@ def adagc(
     >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 2.0)]
     [1.0, 1.05]
     """
-    _at_least_one(ratio)
+    _check_ratio(ratio)
     return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
 
 
@@ -338,7 +335,8 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 10.0, 10.0)]
     [1.0, 1.5, 2.25]
     """
-    _at_least_one(ratio)
+    _check_ratio(ratio)
+    # Without decay an average is its latest norm.
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
@@ -386,10 +384,10 @@ def skip_spikes(
     [1.0, 1.1, 0.9, 0.0, 1.0]
     """
     window = whole("window", window, 2)
-    enough = max(2, window // 2) if warmup is None else warmup
-    return Rule(
-        RollingZScore(z, window, enough), scope=all_leaves, curve=reject, nonfinite=nonfinite
-    )
+    if warmup is None:
+        warmup = max(2, window // 2)
+    limit = RollingZScore(z, window, warmup)
+    return Rule(limit, scope=all_leaves, curve=reject, nonfinite=nonfinite)
 
 
 @preset
@@ -467,6 +465,5 @@ def adagn(
     >>> [round(clipper([np.asarray([n])])[0].item(), 4) for n in (1.0, 1.0, 1.0, 100.0, 1.0)]
     [1.0, 1.0, 1.0, 0.7433, 0.5543]
     """
-    return Rule(
-        MeanOverRms(mean_decay, square_decay), scope=each_leaf, curve=normalize, nonfinite=nonfinite
-    )
+    limit = MeanOverRms(mean_decay, square_decay)
+    return Rule(limit, scope=each_leaf, curve=normalize, nonfinite=nonfinite)

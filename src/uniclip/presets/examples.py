@@ -121,8 +121,8 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 
     Notes
     -----
-    The share is exact, and computed on each device alone. For privacy it needs noise, which uniclip
-    does not add: update c by the paper's formula with your own noisy share, and pass c to
+    The share is exact, and computed on each device separately. For privacy it needs noise, which
+    uniclip does not add: update c by the paper's formula with your own noisy share, and pass c to
     `by_example_norm`.
 
     Examples
@@ -132,9 +132,8 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     >>> print(round(float(clipper.state.limits[0]), 6))
     0.904837
     """
-    return Rule(
-        TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite
-    )
+    limit = TrackedQuantile(quantile, rate, start, min, max)
+    return Rule(limit, scope=each_example, nonfinite=nonfinite)
 
 
 @preset

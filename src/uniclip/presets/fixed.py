@@ -93,13 +93,10 @@ def by_norm(
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return Rule(
-        max_norm,
-        scope=each_leaf if axis is None else Scope(axes=axis),
-        norm=Norm(ord),
-        curve=curve,
-        nonfinite=nonfinite,
-    )
+    scope = each_leaf
+    if axis is not None:
+        scope = Scope(axes=axis)
+    return Rule(max_norm, scope=scope, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
 @preset
@@ -153,7 +150,7 @@ def by_global_norm(
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
     skip_above : float, optional
         A norm above which the whole step is skipped: the gradients become 0, and ``report.skipped``
-        is true, which the adapters follow. For NaN and ∞ see ``nonfinite="skip"``.
+        is true, so the integrations skip the step. For NaN and ∞ see ``nonfinite="skip"``.
     curve : callable, default hard
         What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner
         there.
@@ -163,7 +160,7 @@ def by_global_norm(
     Raises
     ------
     TypeError
-        If ``skip_above`` is not a number, or beside another curve.
+        If ``skip_above`` is not a number, or is given together with ``curve``.
     ValueError
         If ``max_norm`` is negative or NaN, ``ord`` below 1, or ``skip_above`` 0 or less, or below
         ``max_norm``.
@@ -177,11 +174,14 @@ def by_global_norm(
     (array([0., 0.]), True)
     """
     if skip_above is not None:
-        check("curve", curve, curve is hard, "left out beside skip_above=")
+        check("curve", curve, curve is hard, "omitted if skip_above= is given")
         curve = RejectAbove(positive("skip_above", skip_above))
-        if isinstance(max_norm, Real) and max_norm < math.inf and skip_above < max_norm:
+
+        # A limit of infinity only measures, so steps may be skipped below it.
+        if isinstance(max_norm, Real) and skip_above < max_norm < math.inf:
             msg = f"skip_above must be at least max_norm, {max_norm}, got {skip_above}"
             raise ValueError(msg)
+
     return Rule(max_norm, scope=all_leaves, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Published rules relative to the parameters, which they need as ``params``."""
+"""Published rules relative to the parameters, which every step needs as ``params``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def agc(
     Here w are the unit's weights.
 
     Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
-    normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does:
+    normalization*, arXiv:2102.06171. Exclude the last linear layer's weight, as the paper does:
     in Flax ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``; paths
-    differ between frameworks. Check the report, which is ``None`` for leaves that are left out.
+    differ between frameworks. Check the report, which is ``None`` for leaves that are excluded.
 
     Parameters
     ----------
@@ -66,7 +66,9 @@ def agc(
     array([[0.1],
            [0.1]])
     """
-    scope = unit() if axis is None else Scope(axes=axis)
+    scope = unit()
+    if axis is not None:
+        scope = Scope(axes=axis)
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 
@@ -142,6 +144,5 @@ def larc(
     >>> uc.clip(np.asarray([30.0, 40.0]), uc.larc(lr=0.1), params=np.asarray([3.0, 4.0]))[0]
     array([0.6, 0.8])
     """
-    return Rule(
-        TrustRatio(lr, trust_coefficient, weight_decay), scope=each_leaf, nonfinite=nonfinite
-    )
+    limit = TrustRatio(lr, trust_coefficient, weight_decay)
+    return Rule(limit, scope=each_leaf, nonfinite=nonfinite)
