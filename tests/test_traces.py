@@ -13,7 +13,7 @@ import pytest
 
 import uniclip as uc
 from kit import oracle
-from kit.check import seen_of
+from kit.check import reported_of
 from kit.frameworks import Framework
 from kit.oracle import Plan, Scope
 
@@ -81,13 +81,13 @@ def test_a_long_training(framework: Framework, name: str) -> None:
         assert bool(report.finite) is bool(np.isfinite(norm))
         if not np.isfinite(norm):
             continue
-        (limit,), (factor,) = seen_of(plan, report, framework)
-        given = oracle.Given(
-            [None], list, lambda: [1], oracle.precision("float32", flush=False), seen=[limit]
+        (limit,), (factor,) = reported_of(plan, report, framework)
+        inputs = oracle.LimitInputs(
+            [None], list, lambda: [1], oracle.precision("float32", flush=False), reported=[limit]
         )
         with np.errstate(all="ignore"):
             (span,), own = oracle.step(
-                plan.limit, [oracle.exact(np.full(limit.shape, norm), DOUBLE)], own, given
+                plan.limit, [oracle.exact(np.full(limit.shape, norm), DOUBLE)], own, inputs
             )
         assert min(span.lo.item(), np.finfo(float).max) <= limit.item() <= span.hi.item(), (
             number,

@@ -49,7 +49,7 @@ def views_of(plan: Plan, report: Any, fw: Framework) -> list[View]:
     ]
 
 
-def seen_of(plan: Plan, report: Any, fw: Framework) -> Any:
+def reported_of(plan: Plan, report: Any, fw: Framework) -> Any:
     """Return the limits and factors of a report as lists of arrays, for each rule of a chain."""
     pairs = [
         None if view.limits is None else [view.limits, view.factors]

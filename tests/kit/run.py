@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kit import oracle
-from kit.check import FIELDS, Mismatch, check_leaves, check_report, numpy_of, same_tree, seen_of
+from kit.check import FIELDS, Mismatch, check_leaves, check_report, numpy_of, reported_of, same_tree
 from kit.draw import Case, Slot, drawn_case, plans_of
 from kit.frameworks import Framework
 from kit.oracle import Inconclusive, Leaf, Machine, Outcome
@@ -101,13 +101,13 @@ def together(
 ) -> list[Any]:
     """Return ``run(number, all_reduce)`` of so many processes, all at once."""
     barrier = threading.Barrier(count, timeout=PATIENCE)
-    given: dict[int, np.ndarray] = {}
+    addends: dict[int, np.ndarray] = {}
 
     def process(number: int) -> Any:
         def all_reduce(own: Any, op: str) -> Any:
-            given[number] = np.array(fw.numpy(own))
+            addends[number] = np.array(fw.numpy(own))
             barrier.wait()
-            arrays = [given[one] for one in range(count)]
+            arrays = [addends[one] for one in range(count)]
             joined = np.sum(arrays, axis=0) if op == "sum" else reduce(np.maximum, arrays)
             barrier.wait()  # before the next ones are written
             return fw.array(joined, fw.dtype(own))
@@ -252,7 +252,7 @@ class Run:
             plan.limit[0] in {"relative", "trust"} for plan in plans_of(self.plan)
         ):
             params = self.tree(self.case.params)
-        given = oracle.Step(self.machine, {leaf.path: leaf for leaf in self._leaves(params)}, loss)
+        inputs = oracle.Step(self.machine, {leaf.path: leaf for leaf in self._leaves(params)}, loss)
         try:
             clipped, report = (
                 self._parts(grads, params, loss)
@@ -260,7 +260,7 @@ class Run:
                 else self.call(grads, params, loss)
             )
         except FloatingPointError:
-            outcome = self._outcome(leaves, given)
+            outcome = self._outcome(leaves, inputs)
             if outcome.finite or "raise" not in self.policies:
                 raise
             if way != "in place" or self.plan.kind != "chain":
@@ -271,8 +271,8 @@ class Run:
                 raise
             self._unchanged(grads, old)
             return
-        given.seen = seen_of(self.plan, report, fw)
-        outcome = self._outcome(leaves, given)
+        inputs.reported = reported_of(self.plan, report, fw)
+        outcome = self._outcome(leaves, inputs)
         # Without a state nothing is known, and the report is empty.
         if way in {"holder", "renamed"} and not leaves:
             outcome.measured = any(part is not None for part in report)
@@ -288,10 +288,10 @@ class Run:
             self._same_objects(outcome, [array for _, array in walk(grads)], new)
         self.own = outcome.state
 
-    def _outcome(self, leaves: list[Leaf], given: oracle.Step) -> Outcome:
+    def _outcome(self, leaves: list[Leaf], inputs: oracle.Step) -> Outcome:
         if self.case.way == "summed":
-            return oracle.summed(self.plan, leaves, given)
-        return oracle.clip(self.plan, leaves, self.own, given)
+            return oracle.summed(self.plan, leaves, inputs)
+        return oracle.clip(self.plan, leaves, self.own, inputs)
 
     def _same_objects(self, outcome: Outcome, grads: list[Any], new: list[Any]) -> None:
         """Require the very same objects where nothing was to be changed."""
