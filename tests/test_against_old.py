@@ -124,7 +124,7 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
     views = list(
         zip(views_of(case.plan, report, fw), views_of(case.plan, own_report, fw), strict=True)
     )
-    remembers = any(plan.remembers or plan.limit[0] == "trust" for plan in plans_of(case.plan))
+    remembers = any(plan.stateful or plan.limit[0] == "trust" for plan in plans_of(case.plan))
     decided, ordinary = True, True
     for old, new in views:
         assert [some is None for some in old[:3]] == [some is None for some in new[:3]]
@@ -209,7 +209,7 @@ def test_old_and_new(framework: Framework, part: int, old: ModuleType) -> None:
                 raise
             continue
         plans = plans_of(both[0].plan)
-        if any(plan.remembers and plan.limit[0] == "per group" for plan in plans):
+        if any(plan.stateful and plan.limit[0] == "per group" for plan in plans):
             continue  # whose state has all groups that a rule names now
         for case in both:
             case.way = (

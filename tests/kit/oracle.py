@@ -558,9 +558,9 @@ BITS = {
     "float64": 53,
     "complex128": 53,
 }
-FORGETFUL = {"constant", "relative", "trust", "split"}
+STATELESS = {"constant", "relative", "trust", "split"}
 """The stateless limits."""
-APART = {
+SEPARATE = {
     "percentile",
     "percentile of all",
     "second moment",
@@ -697,22 +697,22 @@ class Plan:
         return self.curve == "reject" or self.bounded
 
     @property
-    def remembers(self) -> bool:
+    def stateful(self) -> bool:
         """Return whether the rule is stateful."""
         if self.parts:
-            return any(part.remembers for part in self.parts)
+            return any(part.stateful for part in self.parts)
         limits = self.limit[1].values() if self.limit[0] == "per group" else [self.limit]
-        return self.kind == "rule" and any(limit[0] not in FORGETFUL for limit in limits)
+        return self.kind == "rule" and any(limit[0] not in STATELESS for limit in limits)
 
     @property
-    def rows_apart(self) -> bool:
+    def independent_rows(self) -> bool:
         """Return whether the state of a leaf depends on its own gradients alone.
 
         Such a leaf may be absent at a step.
         """
         return (
             self.scope.kind in {"all", "leaf", "axes", "unit", "row", "entry"}
-            and self.limit[0] in APART
+            and self.limit[0] in SEPARATE
         )
 
 
@@ -749,9 +749,7 @@ class Step:
     params: dict[Path, Leaf] = field(default_factory=dict)
     loss: float | None = None
     reported: Any = None
-    """The limits and factors in the report, as lists of arrays; for a chain, one pair for each
-    rule.
-    """
+    """The limits and factors in the report, as lists of arrays; in a chain, one pair a rule."""
 
 
 def clip(plan: Plan, leaves: list[Leaf], state: State, inputs: Step) -> Outcome:
@@ -820,7 +818,7 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, inputs: Step) -> Outcom
     for number, (part, old) in enumerate(zip(plan.parts, states, strict=True)):
         own = replace(inputs, reported=None if inputs.reported is None else inputs.reported[number])
         outcome = clip(part, leaves, old, own)
-        if part.remembers and any(one.skips and one.skipped is None for one in parts):
+        if part.stateful and any(one.skips and one.skipped is None for one in parts):
             raise Inconclusive("whether the rule before skipped")
         if any(one.skips and one.skipped for one in parts):
             outcome.state = old
@@ -886,7 +884,7 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, inputs: Step) -> Outcome
     groups = plan.scope.groups(leaves)
     out.labels = [label for label, _ in groups] if plan.scope.kind == "groups" else None
     out.limits, new_state = _limits(plan, groups, leaves, out, sizes, state, inputs)
-    out.state = new_state if finite and plan.remembers else state
+    out.state = new_state if finite and plan.stateful else state
     measures = plan.limit == ("constant", math.inf) and not plan.bounded
     for number, ((_, numbers), *pair, bad) in enumerate(
         zip(groups, norms, out.limits, broken, strict=True)
@@ -922,7 +920,7 @@ def _limits(
 ) -> tuple[list[Span], State]:
     """Ask the limit, with 1 in place of each non-finite norm."""
     calm = [n.put(bad, 1) for n, bad in zip(out.norms, out.broken, strict=True)]
-    if plan.remembers and not leaves:
+    if plan.stateful and not leaves:
         return [unlimited(n) for n in calm], state
     ask = LimitInputs(
         [label for label, _ in groups],
@@ -931,7 +929,7 @@ def _limits(
         inputs.loss, None if inputs.reported is None else inputs.reported[0],
         any(bad.any() for bad in out.broken), out.widest
     )  # fmt: skip
-    if not plan.rows_apart or plan.scope.kind == "all":
+    if not plan.independent_rows or plan.scope.kind == "all":
         limits, state = step(plan.limit, calm, state, ask)
     else:
         paths, state = [leaf.path for leaf in leaves], state or {}
@@ -1115,8 +1113,9 @@ def _norm(
 
 
 def _is_exact(p: float, members: list[Leaf], over: list[tuple[int, ...]], norm: Span) -> Array:
-    """Return which norms are exact in every order of summation: those of small integers, times a
-    power of two.
+    """Return which norms are exact in every order of summation.
+
+    These are the norms of small integers, times a power of two.
     """
     if (
         any(leaf.parts.shape[-1] > 1 for leaf in members)
