@@ -696,8 +696,6 @@ class Parts(Program):
 
 class Sparse(Program):
     """Duplicate sparse rows are summed, and stay summed if clipped, also among dense leaves."""
-    leaves.
-    """
 
     def arrays(self, fw: Framework) -> Any:
         weights = np.arange(2000.0).reshape(1000, 2) / 100
