@@ -130,9 +130,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name = (
         collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
     )
-    unasked = name in {"test_against_old.py", "test_lane_against_old.py"} and not config.getoption(
-        "--old"
-    )
+    unasked = name in {
+        "test_against_old.py",
+        "test_fast_path_against_old.py",
+    } and not config.getoption("--old")
     return True if unasked or NEEDS.get(name, set()) - chosen(config) else None
 
 
