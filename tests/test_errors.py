@@ -567,7 +567,7 @@ def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
         lambda path, leaf: "head" not in str(path),
         lambda path, leaf: "bias" not in path[-1],
     ):
-        # The mask names all leaves.
+        # The leaves have names, so choosing all of them is intended.
         uc.clip({"w": grads[0], "v": grads[1]}, uc.masked(uc.by_norm(1.0), where))
     with pytest.raises(TypeError, match="argument"):
         uc.clip(grads, uc.masked(uc.by_norm(1.0), lambda: True))

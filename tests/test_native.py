@@ -181,9 +181,7 @@ class Native(NamedTuple):
     def check(
         self, framework: Framework, limit: float, option: Any, values: Any, calls: list[Any]
     ) -> None:
-        """Require the right values from the library and from uniclip, by the results of their
-        calls.
-        """
+        """Require the right values from the calls of the library and of uniclip."""
         both = [self.results(framework, arguments, returned) for arguments, returned in calls]
         rtol = self.ulps * EPS.get(framework.dtype(calls[0][0][0]), 0.0)
         for found, differs in zip(both, (self.says, {}), strict=True):

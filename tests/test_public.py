@@ -169,9 +169,7 @@ def test_a_copy_without_metadata_has_a_version() -> None:
 
 @pytest.mark.parametrize("foreign", [True, False], ids=["overwritten", "removed"])
 def test_a_package_of_the_same_name(foreign: bool, tmp_path: Path) -> None:
-    """Integrations explain the repair where a clipboard tool named uniclip overwrote this
-    package.
-    """
+    """Integrations explain the repair after a clipboard tool named uniclip overwrote files."""
     package = shutil.copytree(
         PACKAGE, tmp_path / "uniclip", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -231,9 +229,7 @@ KERNELS = {"kit/compiled.py"}
 
 
 def test_the_suite_uses_public_names() -> None:
-    """No file imports or names a private module, reads private attributes or patches the
-    package.
-    """
+    """No file uses private modules or attributes, or patches the package."""
     hidden = private()
     assert {"uniclip.rule", "uniclip.limits.base"} & set(hidden)
     named = [one for one in hidden if one.rpartition(".")[2] not in insight.__all__]

@@ -186,9 +186,7 @@ def reductions(function: Callable[..., Any], *args: Any) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_reductions(kind: str) -> None:
-    """Rules need at most two all-reduces more than optax's global norm, for all layouts of
-    leaves.
-    """
+    """Rules need at most two all-reduces more than optax's global norm."""
     mesh = mesh_of(kind)
     places = [NamedSharding(mesh, spec) for spec in (P("x", "y"), P("x", None)) * 8]
     grads = [jax.device_put(np.ones((64, 32), "float32"), place) for place in places]
