@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Write the tables and draw the pictures of the documentation that are made of what is measured."""
+"""Write the tables and figures of the documentation that come from code and measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kit import contract  # noqa: E402 - needs the path above
 
 
 def everything() -> None:
-    """Write the tables and draw the pictures that are made of what is measured."""
+    """Write all generated tables and figures."""
     pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
     compared, *speed = (
         json.loads((HERE / f"{name}.json").read_bytes())

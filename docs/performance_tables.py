@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of the page on performance, of what ``benchmarks/speed.py`` measured."""
+"""The tables of the page on performance, from the results of ``benchmarks/speed.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compared import table
 Row = dict[str, Any]
 PLACES = {"torch": "PyTorch, `torch.compile`", "tensorflow": "TensorFlow, XLA", "jax": "JAX, `jit`"}
 WAYS = ("clip_grad_norm_", "attach")
-"""The two ways in which PyTorch's users clip."""
+"""The two ways to clip with PyTorch."""
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
@@ -36,7 +36,7 @@ def parts(step: dict[str, Any], growth: dict[str, Any]) -> dict[str, str]:
 
 
 def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
-    """Yield how many times as fast the clip is after a backward pass, not clipped / clipped."""
+    """Yield the speedup of clipping after a backward pass, unclipped / clipped."""
     found = {(row["what"], row["clipped"]): row["times"] for row in rows}
     for way in WAYS:
         ratios = [[found[tree, clipped][way][1] for clipped in (False, True)] for tree in trees]
@@ -44,8 +44,9 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 
 
 def quartiles(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the time of the native function, and the others' ratios with quartiles,
-    bold where uniclip is slower.
+    """Yield the time of the native function, and the speedups with quartiles.
+
+    Slower ones are bold.
     """
     for row in rows:
         title = f"{row['what']}, {'' if row['clipped'] else 'not '}clipped"
@@ -53,9 +54,7 @@ def quartiles(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def training(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield what a whole step takes, not clipped, clipped by the native function,
-    and by uniclip.
-    """
+    """Yield the times of a whole step: unclipped, clipped natively, and clipped by uniclip."""
     for row in rows:
         us = row["us"]
         way = next(name for name in us if name not in {"native", "not clipped"})
@@ -69,9 +68,7 @@ def training(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def grown(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield how many times as fast each rule's program is there and runs,
-    by the number of leaves.
-    """
+    """Yield the speedups of compiling and running each rule's program, by the number of leaves."""
     found: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
     for row in rows:
         rule, leaves = row["what"].rsplit(", ", 1)
@@ -87,7 +84,7 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def versions(about: dict[str, Any]) -> str:
-    """Return what was installed, where and when, in a sentence."""
+    """Return a sentence with versions, machine and date."""
     packages = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return (
         f"measured on {about['cores']} cores of an {about['cpu']}, {about['date']}, with "
@@ -96,12 +93,12 @@ def versions(about: dict[str, Any]) -> str:
 
 
 def number(ratio: float) -> str:
-    """Return a ratio to two decimals, or without any if it is large."""
+    """Return a ratio to two decimals, or to none if it is large."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"  # noqa: PLR2004
 
 
 def spread(ratios: list[float]) -> str:
-    """Return a median and the quartiles around it, bold where uniclip is slower."""
+    """Return a median and its quartiles, bold where uniclip is slower."""
     low, middle, high = map(number, ratios)
     text = f"{middle} ({low}-{high})"
     return f"**{text}**" if float(middle) < 1 else text

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every preset as the pages on the rules show it: a phrase, its arguments,
-and what its picture shows.
-"""
+"""The presets on the pages of rules: a phrase, arguments, and an example for the figure."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ import uniclip as uc
 
 
 class Preset(NamedTuple):
-    """A phrase that completes "this rule ...", and arguments:
-    1 or its like where the preset has no default.
-    """
+    """A phrase that completes "this rule ...", and arguments where the preset has no default."""
 
     phrase: str
     arguments: tuple[Any, ...] = ()
@@ -31,7 +27,7 @@ class Example(NamedTuple):
 
 
 def label(path: Any, _: Any) -> Any:
-    """Put the first leaf of an example into one group, the others into another."""
+    """Return the group of a leaf: the first leaf of an example, or the others."""
     return min(path[0], 1)
 
 
@@ -66,7 +62,7 @@ PRESETS = {
 
 
 def made(name: str) -> Any:
-    """Return a preset with its defaults, and with the arguments of `PRESETS` for what has none."""
+    """Return a preset with its defaults, and the arguments of `PRESETS` for the others."""
     return getattr(uc, name)(*PRESETS[name].arguments)
 
 
@@ -100,6 +96,4 @@ EXAMPLES = {
     "auto_s": Example(uc.auto_s(), OF_BATCH, (TINY,)),
     "psac": Example(uc.psac(), OF_BATCH, (TINY,)),
 }
-"""What the picture of a preset without memory shows,
-unless it is the preset itself and the gradient of `Example`.
-"""
+"""The examples of stateless presets that are not the preset itself on the default gradient."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables and cards of the rules: the phrases are typed, the rest is read from uniclip."""
+"""Tables and cards of the rules: the phrases are written by hand, the rest is read from uniclip."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def card(name: str) -> str:
 
 
 def expression(name: str) -> str:
-    """Return the expression that a preset is short for, as code without the modules' names."""
+    """Return the expression that a preset abbreviates, as code without module names."""
     rule = made(name)
     if not isinstance(rule, uc.Rule):
         return "no norm: each entry by itself"
-    # as its choices
+    # A copy prints its choices instead of the preset.
     text = re.sub(r"\buc\.((scopes|norms|limits|curves)\.)?", "", repr(replace(rule)))
     return "`" + re.sub(r"(\.\d\d)\d{6,}", r"\1", text) + "`"
 
 
 def facts(name: str) -> str:
-    """Return what a preset is, as a list: its call, its four choices, and what runs it."""
+    """Return the facts of a preset as a list: its call, its four choices, and its entry point."""
     run = "a `Clipper`, which remembers" if made(name).memory else "`uc.clip`"
     rows = {
         "Call": f"{{py:func}}`{signature(name)} <uniclip.{name}>`",
@@ -70,7 +70,7 @@ def facts(name: str) -> str:
 
 
 def signature(name: str) -> str:
-    """Return a call with the defaults of a preset, but those that all have."""
+    """Return a call with the defaults of a preset, without the parameters that all presets have."""
     usual, parameters = (
         ("propagate", uc.curves.hard),
         inspect.signature(getattr(uc, name)).parameters.values(),
