@@ -129,7 +129,7 @@ def with_kernels(*, triton: bool) -> Iterator[None]:
 
 
 def needs(rule: Any) -> Any:
-    """Return the arguments that a rule needs beside the gradients."""
+    """Return the arguments that a rule needs besides the gradients."""
     return getattr(getattr(rule, "limit", None), "needs", ())
 
 

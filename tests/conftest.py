@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = ["kit.cpu"]
 HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
-"""Libraries beside the frameworks.
+"""Libraries besides the frameworks.
 
 They are Keras, optax with Flax and Equinox, and Lightning with Accelerate and Hugging Face.
 """

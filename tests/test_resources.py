@@ -131,7 +131,7 @@ def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("donate", [False, True])
 def test_memory_in_jit(donate: bool) -> None:
-    """Compiled code allocates little beside the result, and none for it with donated gradients."""
+    """Compiled code allocates little besides the result, and none for it with donated gradients."""
     import jax
 
     leaf = jax.ShapeDtypeStruct((3_000_001,), "float32")

@@ -1,4 +1,4 @@
-"""Keras' optimizers with a rule inside: what is special to Keras, beside the contract."""
+"""Keras' optimizers with a rule inside: what is special to Keras, besides the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback for Lightning's Trainer: what is special to Lightning, beside the contract."""
+"""The callback for Lightning's Trainer: what is special to Lightning, besides the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback for Hugging Face's Trainer: what is special to the Trainer, beside the contract."""
+"""The callback for Hugging Face's Trainer: what is special to the Trainer, besides the contract."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def along(axis: int) -> Callable[[list[Any], float], list[np.ndarray]]:
     return lambda arrays, limit: [clipped(array, limit) for array in arrays]
 
 
-def each(p: float = 2, power: float = 0.0) -> Callable[[list[Any], float], list[np.ndarray]]:
+def per_array(p: float = 2, power: float = 0.0) -> Callable[[list[Any], float], list[np.ndarray]]:
     """Return a function that clips each array by its own norm, in float64.
 
     Limits grow with a power of the size.
@@ -58,17 +58,17 @@ RULES: dict[
     str, tuple[Callable[[Any, Any], Any], Callable[[list[Any], float], list[np.ndarray]]]
 ] = {
     "global": (lambda uc, limit: uc.by_global_norm(limit), by_hand),
-    "leaf": (lambda uc, limit: uc.by_norm(limit), each()),
+    "leaf": (lambda uc, limit: uc.by_norm(limit), per_array()),
     "rows": (lambda uc, limit: uc.by_norm(limit, axis=-1), along(-1)),
     "columns": (lambda uc, limit: uc.by_norm(limit, axis=0), along(0)),
     "L1": (lambda uc, limit: uc.by_global_norm(limit, ord=1), partial(by_hand, p=1)),
-    "L3": (lambda uc, limit: uc.by_norm(limit, ord=3), each(3)),
+    "L3": (lambda uc, limit: uc.by_norm(limit, ord=3), per_array(3)),
     "Linf": (
         lambda uc, limit: uc.by_global_norm(limit, ord=math.inf),
         partial(by_hand, p=math.inf),
     ),
-    "average": (lambda uc, limit: uc.by_average_norm(limit), each(power=1.0)),
-    "rms": (lambda uc, limit: uc.by_block_rms(limit), each(power=0.5)),
+    "average": (lambda uc, limit: uc.by_average_norm(limit), per_array(power=1.0)),
+    "rms": (lambda uc, limit: uc.by_block_rms(limit), per_array(power=0.5)),
 }
 """Rules of each scope and norm, with their reference in float64."""
 
@@ -204,14 +204,14 @@ class Keeps(Program):
         return [{dtype: tree(fw, dtype) for dtype in floats(fw)}, fw.array(1.0)]
 
     def run(self, uc: Any, inputs: Any) -> Any:
-        every, limit = inputs
+        trees, limit = inputs
         alone = {
-            dtype: list(uc.clip_by_global_norm(grads, limit)) for dtype, grads in every.items()
+            dtype: list(uc.clip_by_global_norm(grads, limit)) for dtype, grads in trees.items()
         }
         mixed = [
-            uc.clip_by_norm(every, 1.0),
-            uc.clip_by_global_norm(every, 1.0)[0],
-            uc.clip_by_norm(every, 100.0),
+            uc.clip_by_norm(trees, 1.0),
+            uc.clip_by_global_norm(trees, 1.0)[0],
+            uc.clip_by_norm(trees, 100.0),
         ]
         return [alone, mixed]
 
@@ -338,17 +338,17 @@ class Split(Program):
         }
 
     def run(self, uc: Any, inputs: Any) -> Any:
-        def norms(every: Any) -> Any:
+        def norms(splits: Any) -> Any:
             orders = [
-                every["1"],
-                every["3"],
-                every["40"],
-                every["40"][::-1],
-                every["40"][7:] + every["40"][:7],
+                splits["1"],
+                splits["3"],
+                splits["40"],
+                splits["40"][::-1],
+                splits["40"][7:] + splits["40"][:7],
             ]
-            return [*(uc.global_norm(grads) for grads in orders), uc.global_norm(every["40"])]
+            return [*(uc.global_norm(grads) for grads in orders), uc.global_norm(splits["40"])]
 
-        return {dtype: norms(every) for dtype, every in inputs.items()}
+        return {dtype: norms(splits) for dtype, splits in inputs.items()}
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for dtype, norms in found.items():
@@ -429,8 +429,8 @@ class FactorsOutOfRange(Program):
                 for one in (curves.hard, curves.soft, curves.smooth, curves.tanh)
             ]
             up = [uc.to_global_norm(far), uc.Rule(far, curve=curves.Regularized(near))]
-            every = [uc.clip(huge, rule) for rule in down], [uc.clip(small, rule) for rule in up]
-            found[dtype] = [[[new[0], report.factors] for new, report in some] for some in every]
+            results = [uc.clip(huge, rule) for rule in down], [uc.clip(small, rule) for rule in up]
+            found[dtype] = [[[new[0], report.factors] for new, report in some] for some in results]
         return found
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
@@ -506,8 +506,8 @@ class Propagates(Program):
             {name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in inputs
         ]
         return [
-            {name: [new, report.finite] for name, (new, report) in every.items()}
-            for every in results
+            {name: [new, report.finite] for name, (new, report) in clipped_by.items()}
+            for clipped_by in results
         ]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
@@ -755,7 +755,7 @@ class Sparse(Program):
             self._close(fw, by_value[name], [np.clip(array, -1, 1) for array in arrays])
         mixed = numbers(fw, trees["mixed"])
         self._close(fw, below, mixed)
-        self._close(fw, apart, each()(mixed, 2.0))
+        self._close(fw, apart, per_array()(mixed, 2.0))
 
     def _close(self, fw: Framework, found: Any, wanted: list[Any]) -> None:
         for new, array in zip(numbers(fw, found), wanted, strict=True):
@@ -882,7 +882,7 @@ class InPlace(Program):
         return [{dtype: tree(fw, dtype) for dtype in floats(fw)}, fw.array([3, 4], "int32")]
 
     def run(self, uc: Any, inputs: Any) -> Any:
-        every, whole = inputs
+        trees, whole = inputs
         rules = [norm_rules(uc)[name](1.0) for name in ("leaf", "rows", "Linf", "rms")]
         rules += [
             uc.by_global_norm(100.0),
@@ -890,8 +890,8 @@ class InPlace(Program):
             uc.by_value(-2.0, 2.0),
             abs,
         ]
-        some = [(every["float32"], rule) for rule in rules]
-        some += [(grads, uc.by_global_norm(6.5)) for grads in every.values()] + [
+        some = [(trees["float32"], rule) for rule in rules]
+        some += [(grads, uc.by_global_norm(6.5)) for grads in trees.values()] + [
             (whole, uc.by_value(-1, 3))
         ]
         return [[uc.clip(grads, rule)[0], self._written(uc, grads, rule)] for grads, rule in some]

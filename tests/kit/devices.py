@@ -153,12 +153,14 @@ def on_jax() -> Iterator[None]:
 
     kind = type(jnp.ones(1))
     # This sharding is equal to no other.
-    apart = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
+    unequal_sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="unpinned_host"
+    )
     methods = dict.fromkeys(READS, refuse) | {
         "devices": lambda array: {Device()},
         "_value": property(refuse),
     }
-    methods |= {"sharding": property(lambda array: apart)}
+    methods |= {"sharding": property(lambda array: unequal_sharding)}
     with patched(kind, **methods), by_numpy(kind):
         yield
 

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
     title: str
     rule: Any
-    each: bool = False
+    many_norms: bool = False
     """True if there are several norms."""
     loss: bool = False
 
@@ -54,14 +54,14 @@ class Kind(NamedTuple):
 RULES = {
     "global": Kind("`by_global_norm`", uc.by_global_norm(0.2)),
     "largest": Kind("`by_global_norm`, ∞-norm", uc.by_global_norm(0.03, ord=math.inf)),
-    "leaf": Kind("`by_norm`", uc.by_norm(0.1), each=True),
+    "leaf": Kind("`by_norm`", uc.by_norm(0.1), many_norms=True),
     "groups": Kind(
-        "`by_group_norm`", uc.by_group_norm({"first": 0.05, "rest": 0.1}, label), each=True
+        "`by_group_norm`", uc.by_group_norm({"first": 0.05, "rest": 0.1}, label), many_norms=True
     ),
-    "agc": Kind("`agc`", uc.agc(0.02), each=True),
+    "agc": Kind("`agc`", uc.agc(0.02), many_norms=True),
     "autoclip": Kind("`autoclip`", uc.autoclip(50, window=4)),
     "zclip": Kind("`zclip`", uc.zclip(0.5, 0.5, warmup=2)),
-    "adagc": Kind("`adagc`", uc.adagc(1.0, warmup=1), each=True),
+    "adagc": Kind("`adagc`", uc.adagc(1.0, warmup=1), many_norms=True),
     "skip": Kind('`nonfinite="skip"`', uc.by_global_norm(0.2, nonfinite="skip")),
     "spikes": Kind(
         "`skip_spikes` with a loss", uc.skip_spikes(z=1.0, window=4, warmup=2), loss=True
@@ -394,7 +394,7 @@ class Flat(OneProcess):
     """One flat parameter, sharded over the processes."""
 
     title = "FSDP1, `FullyShardedDataParallel`"
-    refused = MappingProxyType({name: FLAT for name, kind in RULES.items() if kind.each})
+    refused = MappingProxyType({name: FLAT for name, kind in RULES.items() if kind.many_norms})
     spoilt = "_flat_param"
     in_parts = staticmethod(lambda tensor: True)
 

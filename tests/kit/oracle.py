@@ -130,13 +130,13 @@ class Span:
         lo, hi = np.where(np.isnan(lo), 0, lo), np.where(np.isnan(hi), np.inf, hi)
         return Span(lo, hi, self.precision.wider(other.precision)).rounded()
 
-    def each(self, function: Callable[[Array], Array], times: float = 4 * ROUNDINGS) -> Span:
+    def map(self, function: Callable[[Array], Array], times: float = 4 * ROUNDINGS) -> Span:
         """Apply a function that never decreases."""
         return Span(function(self.lo), function(self.hi), self.precision).rounded(times)
 
     def put(self, where: Array, value: Any) -> Span:
         """Return the array with another value in some places."""
-        return self.each(lambda end: np.where(where, value, end), times=0)
+        return self.map(lambda end: np.where(where, value, end), times=0)
 
     def within(self, precision: Precision) -> Span:
         """Return the same intervals for results of another precision."""
@@ -144,11 +144,11 @@ class Span:
 
     def sqrt(self) -> Span:
         """Return the square root."""
-        return self.each(lambda end: np.sqrt(np.maximum(end, 0)), ROUNDINGS)
+        return self.map(lambda end: np.sqrt(np.maximum(end, 0)), ROUNDINGS)
 
     def square(self) -> Span:
         """Return the square."""
-        return self.size().each(np.square, ROUNDINGS)
+        return self.size().map(np.square, ROUNDINGS)
 
     def size(self) -> Span:
         """Return the absolute value."""
@@ -386,7 +386,7 @@ def _quantile(spec: Spec, n: Span, state: State, inputs: LimitInputs) -> OneLimi
     ]
     by = Span(-rate * (shares[1] - quantile), -rate * (shares[0] - quantile), n.precision).rounded()
     low, high = (constant(end, n.precision, inputs.widest) for end in bounds)
-    return limit, smaller(larger(limit * by.each(np.exp), low), high)
+    return limit, smaller(larger(limit * by.map(np.exp), low), high)
 
 
 def _ema(spec: Spec, norms: list[Span], state: State, inputs: LimitInputs) -> Limits:
@@ -436,7 +436,7 @@ def _mean_over_rms(spec: Spec, n: Span, state: State, inputs: LimitInputs) -> On
     mean = mean * decays[0] + n * (1 - decays[0])
     square = square * decays[1] + n.square() * (1 - decays[1])
     left = [
-        exact(decay, n.precision).rounded(1).each(lambda x: x ** (count + 1)) for decay in decays
+        exact(decay, n.precision).rounded(1).map(lambda x: x ** (count + 1)) for decay in decays
     ]
     # Decays are rounded, too.
     begun = [exact(1, n.precision) - one for one in left]
@@ -475,14 +475,14 @@ def _log_z_score(spec: Spec, n: Span, state: State, inputs: LimitInputs) -> OneL
     mean, variance, count = state or (n * 0, n * 0, np.zeros(n.shape))
     positive = _positive(n)
     weight = np.where(positive, np.maximum(LONG(1) / (count + 1), 1 - LONG(decay)), 0)
-    log, learned = n.put(~positive, 1).each(np.log), np.where(positive, YES, NO)
+    log, learned = n.put(~positive, 1).map(np.log), np.where(positive, YES, NO)
     change = log - mean
     mean = either(learned, mean * (1 - weight) + log * weight, mean)
     variance = either(learned, (variance + change.square() * weight) * (1 - weight), variance)
     bound = larger(variance, exact(1e-8, n.precision)).sqrt() * z
-    inputs.thresholds = [(mean + bound).each(lambda x: np.exp(np.minimum(x, 11000)))]
+    inputs.thresholds = [(mean + bound).map(lambda x: np.exp(np.minimum(x, 11000)))]
     spike = inputs.decide(np.where(positive, above(log - mean, bound), NO))
-    return either(spike, mean.each(np.exp), unlimited(n)), (mean, variance, count + positive)
+    return either(spike, mean.map(np.exp), unlimited(n)), (mean, variance, count + positive)
 
 
 def _rolling(spec: Spec, norms: list[Span], state: State, inputs: LimitInputs) -> Limits:
@@ -493,11 +493,14 @@ def _rolling(spec: Spec, norms: list[Span], state: State, inputs: LimitInputs) -
     ]
     inputs.thresholds = limits
     if inputs.loss is not None:
-        loss, known = exact(np.float32(inputs.loss), inputs.single), np.isfinite(inputs.loss)
-        spike = above(loss.put(not known, math.inf), _threshold(losses, z, warmup, loss))
+        loss, loss_is_finite = (
+            exact(np.float32(inputs.loss), inputs.single),
+            np.isfinite(inputs.loss),
+        )
+        spike = above(loss.put(not loss_is_finite, math.inf), _threshold(losses, z, warmup, loss))
         pairs = zip(norms, limits, strict=True)
         limits = [either(np.broadcast_to(spike, n.shape), n * 0, limit) for n, limit in pairs]
-        losses = [loss, *losses][:window] if known else losses
+        losses = [loss, *losses][:window] if loss_is_finite else losses
     return limits, ([[n, *old][:window] for n, old in zip(norms, histories, strict=True)], losses)
 
 
@@ -512,7 +515,7 @@ def _threshold(history: list[Span], z: float, warmup: int, like: Span) -> Span:
     unit = np.exp2(np.floor(np.log2(np.where(top > 0, top, 1))))
     scaled = [Span(n.lo / unit, n.hi / unit, n.precision) for n in history]
     # Losses may be negative.
-    mean = total(scaled).each(lambda x: x / len(history), ROUNDINGS)
+    mean = total(scaled).map(lambda x: x / len(history), ROUNDINGS)
     square = total([(n - mean).square() for n in scaled]) / (len(history) - 1)
     # Rounding the mean of equal norms must not count as deviation: count·eps·|mean| is allowed.
     bound = mean + square.sqrt() * z + mean.size() * (len(history) * 2 * mean.precision.ulp)
@@ -743,7 +746,7 @@ class Outcome:
 
 @dataclass
 class Step:
-    """The inputs of a step beside its gradients, and the reported limits."""
+    """The inputs of a step besides its gradients, and the reported limits."""
 
     machine: Machine
     params: dict[Path, Leaf] = field(default_factory=dict)
@@ -773,7 +776,7 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, inputs: Step) -> Outcom
         if inputs.machine.flush and any(one.any() for one in small):
             raise Inconclusive("a subnormal number, which a comparison may take for 0")
         old = leaf.parts[..., 0]
-        new_ = old.put(leaf.signs != 0, leaf.signs * np.inf).each(
+        new_ = old.put(leaf.signs != 0, leaf.signs * np.inf).map(
             lambda end: np.clip(end, *bounds), times=0
         )
         # A 0 may get the sign of the bound.
@@ -947,7 +950,7 @@ def _factor(plan: Plan, n: Span, limit: Span, largest: float, reported: Array | 
     A limit of at least the largest number of the norm's dtype never clips.
     """
     endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
-    bounded_limit = limit.put(endless == YES, 1).each(
+    bounded_limit = limit.put(endless == YES, 1).map(
         lambda end: np.broadcast_to(end, n.shape), times=0
     )
     factor = either(
@@ -1002,7 +1005,7 @@ def _free(unit: Precision) -> Precision:
 def _scaled(leaf: Leaf, factor: Span, axes: tuple[int, ...]) -> Leaf:
     """Multiply a leaf by a factor; a NaN factor makes every element NaN."""
     unit = leaf.parts.precision
-    kept = factor.each(lambda end: np.broadcast_to(np.expand_dims(end, axes), leaf.shape), times=0)
+    kept = factor.map(lambda end: np.broadcast_to(np.expand_dims(end, axes), leaf.shape), times=0)
     spoiled, ones = np.isnan(kept.lo), (kept.lo == 1) & (kept.hi == 1)
     product = leaf.parts.within(_free(unit)) * kept.put(spoiled, 0)[..., None]
     rounded = product.within(unit._replace(largest=math.inf)).rounded().within(unit)
@@ -1168,6 +1171,6 @@ def _curve(curve: Any, n: Span, limit: Span) -> Span:
         ),
     }
     factor = (
-        ratio.each(functions[curve]).each(lambda x: np.clip(x, 0, 1), times=0).within(n.precision)
+        ratio.map(functions[curve]).map(lambda x: np.clip(x, 0, 1), times=0).within(n.precision)
     )
     return either(above(n, zero), factor, one)
