@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What users of each library write to clip, as text.
+"""The clipping calls that users of each library write, as text.
 
 The text that is shown is the text that runs.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-# The tests know how each framework makes an array.
+# The tests define how each framework creates an array.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -84,7 +84,7 @@ DEFINITIONS = {
 }
 
 
-# What clipping is, in float64, where the squares of all numbers here are in range.
+# The definition of clipping in float64, in which the squares of all numbers here are finite.
 
 
 def norm(values: Any, axis: int | None = None) -> Any:
@@ -95,7 +95,8 @@ def norm(values: Any, axis: int | None = None) -> Any:
 def shrunk(values: Any, size: Any, limit: float) -> np.ndarray:
     """Return the values times min(1, limit/size)."""
     below = size <= limit
-    with np.errstate(invalid="ignore"):  # of ∞ times 0
+    # 0 times ∞ is NaN.
+    with np.errstate(invalid="ignore"):
         return values * np.where(below, 1.0, limit / np.where(below, 1.0, size))
 
 
@@ -107,11 +108,11 @@ class Library:
     framework: Framework
     calls: Mapping[str, str]
     lacks: frozenset[str] = frozenset()
-    """Which of "derivative" and "sparse" it has not."""
+    """The missing kinds of calls, out of "derivative" and "sparse"."""
 
     @cached_property
     def modules(self) -> dict[str, Any]:
-        """What the library's calls need, by the names they use."""
+        """The names that the library's calls use."""
         names: dict[str, Any] = {}
         exec(self.calls["import"], names)  # noqa: S102 - our own text
         return names
@@ -132,10 +133,10 @@ class Library:
 
 
 class InPlace(Library):
-    """PyTorch clips the ``.grad`` of parameters."""
+    """PyTorch, which clips the ``.grad`` of parameters."""
 
     def call(self, kind: str, grads: list[Any], c: float, **places: Any) -> Any:
-        """Return the gradients the parameters have afterwards."""
+        """Return the gradients of the parameters after the call."""
         torch = self.modules["torch"]
         params = [torch.nn.Parameter(torch.zeros(g.shape, dtype=g.dtype)) for g in grads]
         for p, g in zip(params, grads, strict=True):
@@ -145,10 +146,13 @@ class InPlace(Library):
 
 
 class Optimizer(Library):
-    """A Keras optimizer clips what it applies; plain descent from 0 ends at minus that."""
+    """A Keras optimizer, which clips in ``apply``.
+
+    Plain descent from 0 ends at minus the clipped gradients.
+    """
 
     def call(self, kind: str, grads: list[Any], c: float, **places: Any) -> Any:
-        """Return the gradients that were applied."""
+        """Return the applied gradients."""
         weights = [
             self.modules["keras"].Variable(np.zeros(g.shape), dtype=g.dtype.name) for g in grads
         ]
@@ -157,17 +161,15 @@ class Optimizer(Library):
 
 
 class Indexed(JAX):
-    """JAX, where optax may clip the row numbers of a sparse array as well,
-    which makes floats of them.
-    """
+    """JAX, where optax may clip row indices of a sparse array, too, and turn them into floats."""
 
     def dense(self, leaf: Any) -> np.ndarray:
-        """Take the row numbers for integers."""
+        """Round the row indices to integers."""
         return super().dense(type(leaf)((leaf.data, leaf.indices.astype(int)), shape=leaf.shape))
 
 
 class Float64(Framework):
-    """NumPy in float64, where everything is dense."""
+    """NumPy in float64, with dense arrays only."""
 
     def array(self, values: Any, dtype: str = "float32") -> np.ndarray:
         """Round to the dtype, then widen."""
@@ -175,13 +177,13 @@ class Float64(Framework):
         return rounded.astype(np.result_type(rounded, np.float64))
 
     def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> np.ndarray:
-        """Add the rows up."""
+        """Return the sum of the rows."""
         out = np.zeros(shape)
         np.add.at(out, rows, self.array(values))
         return out
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> np.ndarray:
-        """Take central differences; where there is a kink, that is the mean of both sides."""
+        """Return central differences, which at a kink are the mean of both sides."""
         step = 1e-6
         return np.asarray(
             [(function(x + h) - function(x - h)) / (2 * step) for h in step * np.eye(x.size)]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the clipping functions are compared on: one gradient,
-one kind of call and one limit each, in groups.
-"""
+"""The cases of the comparison: a gradient, a kind of call and a limit each, in groups."""
 
 from __future__ import annotations
 
@@ -12,17 +10,12 @@ from typing import Any
 import numpy as np
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2}
-"""The largest relative error that counts as right:
-what rounding to half precision costs, else 1e-5.
-"""
+"""The tolerated relative error, by dtype: the cost of half precision, else 1e-5."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A sparse gradient of a matrix of 8 rows and one column.
-
-    A row that occurs twice counts as the sum.
-    """
+    """A sparse gradient of a matrix of 8 rows and one column; duplicate rows are summed."""
 
     rows: tuple[int, ...]
     values: tuple[float, ...]
@@ -35,24 +28,24 @@ class Case:
     title: str
     kind: str
     grads: list[Any]
-    """The leaves: what NumPy makes arrays of, or `Rows`."""
+    """The leaves: values for NumPy arrays, or `Rows`."""
     c: float = 1.0
     dtype: tuple[str, ...] = ("float32",)
-    """Of the leaves, in turn."""
+    """The dtypes of the leaves, in turn."""
     words: str = ""
-    """The gradient in words, where it is too long to print."""
+    """A description of the gradient, if it is too long to print."""
     measure: str = "clipped"
-    """What is compared: a function of `compared`."""
+    """The compared quantity, a function of `compared`."""
     exact: bool = False
 
     @property
     def tolerance(self) -> float:
-        """The relative error that counts as right."""
+        """The tolerated relative error."""
         return 0.0 if self.exact else max(TOLERANCE.get(name, 1e-5) for name in self.dtype)
 
     @property
     def needs(self) -> set[str]:
-        """What some libraries lack."""
+        """The features that a case needs, and which some libraries lack."""
         return {"sparse" for g in self.grads if isinstance(g, Rows)} | {"derivative"} & {
             self.measure
         }
@@ -62,7 +55,8 @@ HALF, BRAIN, COMPLEX, MIXED = ("float16",), ("bfloat16",), ("complex64",), ("flo
 ONES, ONES_IN_WORDS = [[1.0] for _ in range(500)], "500 times `[1]`"
 THOUSANDS = np.full(10_000, 1000.0)
 MANY = np.random.default_rng(0).standard_normal(10_000_000, dtype="float32")
-SHARED = [1.0, 1.0]  # one list, so one array
+# One list, so one array.
+SHARED = [1.0, 1.0]
 BELOW, BELOW_IN_WORDS = [[0.5, 0.1, 0.3]], "`[0.5, 0.1, 0.3]` at the limits 1 to 199"
 NORM, GLOBAL, VALUE, EXAMPLES = (
     "global norm",
@@ -212,4 +206,4 @@ GROUPS: dict[str, list[Case]] = {
         Case("Complex numbers", GLOBAL, [[3 + 4j, 12j]], 6.5, COMPLEX),
     ],
 }
-"""The cases that have one reason, which the page says, by a word for it."""
+"""Groups of cases with one cause, which the page explains, by a key."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Run each framework's own clipping function beside uniclip,
-and both beside the true result in float64.
+"""Run each framework's own clipping function next to uniclip, and compare both with float64.
 
-Every result is the output of a call that this program makes; `cases` has what is called on what.
+Every result is the output of a call that this program makes; `cases` defines the calls and inputs.
 """
 
 from __future__ import annotations
@@ -26,26 +25,27 @@ from calls import LIBRARIES, TRUTH, Framework, Library, uniclip_on
 from cases import GROUPS, Case, Rows
 
 RIGHT, WRONG, ERROR, NONE = "✓", "✗", "error", "–"  # noqa: RUF001 - a dash
-MORE = 3  # entries of an array that are shown
+# The number of elements to show.
+MORE = 3
 Leaves = list[np.ndarray]
 
 
-# What is measured: each takes a library, uniclip or the definition.
+# The compared quantities: each function takes a library, uniclip or the definition.
 
 
 def clipped(library: Library, case: Case) -> Leaves:
-    """Return what the function returns."""
+    """Return the clipped gradients."""
     out = library.call(case.kind, arrays(library, case), case.c)
     return [library.numpy(leaf) for leaf in (out if isinstance(out, (list, tuple)) else [out])]
 
 
 def norm_after(library: Library, case: Case) -> Leaves:
-    """Return the norm of what the function returns, in float64."""
+    """Return the norm of the clipped gradients, in float64."""
     return [np.asarray(norm64(clipped(library, case)))]
 
 
 def derivative(library: Library, case: Case) -> Leaves:
-    """Return the derivative of g₁ + 2g₂, or of the norm, by the gradient (g₁, g₂) that went in."""
+    """Return the derivative of g₁ + 2g₂, or of the norm, with respect to the gradient (g₁, g₂)."""
 
     def weighed(x: Any) -> Any:
         out = library.call(case.kind, [x], case.c)
@@ -55,7 +55,7 @@ def derivative(library: Library, case: Case) -> Leaves:
 
 
 def altered(library: Library, case: Case) -> Leaves:
-    """Count the limits at which some bit changes, though all of them are above the norm."""
+    """Count the limits above the norm at which some bit changes."""
     before = library.numpy(arrays(library, case)[0])
     after = [
         library.numpy(library.call(case.kind, arrays(library, case), float(c))[0])
@@ -65,7 +65,7 @@ def altered(library: Library, case: Case) -> Leaves:
 
 
 def largest(library: Library, case: Case) -> Leaves:
-    """Return the largest norm that random gradients have after clipping."""
+    """Return the largest norm of random gradients after clipping."""
     random = np.random.default_rng(0).standard_normal((100, 50)).astype("float32")
     outs = [library.call(case.kind, [library.framework.array(g)], case.c)[0] for g in random]
     return [np.asarray(max(norm64([library.numpy(out)]) for out in outs))]
@@ -78,7 +78,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict, and what came out."""
+    """A verdict, and the output."""
 
     mark: str
     text: str = ""
@@ -89,17 +89,18 @@ class Result:
 
 
 def offers(library: Library, case: Case) -> bool:
-    """Whether a library has such a function, and such arrays."""
+    """Return whether a library has the function and the arrays of a case."""
     return case.kind in library.calls and not library.lacks & case.needs
 
 
 def result(library: Library, case: Case) -> Result:
     """Return what a library returns or raises.
 
-    An error is right only where there is nothing to return.
+    An error is right only if the case has no result.
     """
     true = truth(case)
-    _ = library.modules  # a library that is missing is no result
+    # A missing library is not a result.
+    _ = library.modules
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -115,14 +116,15 @@ def result(library: Library, case: Case) -> Result:
 
 @cache
 def truth(case: Case) -> Leaves | None:
-    """Return what should come out; nothing for a limit below 0 or NaN, which should be an error."""
+    """Return the right output; ``None`` for a negative or NaN limit, which should be an error."""
     return MEASURES[case.measure](TRUTH, case) if case.c >= 0 else None
 
 
 @cache
 def verdicts(case: Case) -> dict[str, Result]:
-    """Return the result of each library, and one of uniclip on the arrays of all:
-    a wrong one if there is any.
+    """Return the result of each library, and one of uniclip on the arrays of all.
+
+    The latter is a wrong result if there is any.
     """
     able = [library for library in LIBRARIES if offers(library, case)]
     frameworks = {library.framework.name: library for library in able}
@@ -135,7 +137,7 @@ def verdicts(case: Case) -> dict[str, Result]:
 
 
 def near(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
-    """Whether two arrays agree, relative to the largest entry, and are NaN in the same places."""
+    """Return whether two arrays agree, relative to the largest element; NaN equals NaN."""
     if a.shape != b.shape or not np.array_equal(np.isnan(a), np.isnan(b)):
         return False
     a, b = a[~np.isnan(a)].astype(b.dtype), b[~np.isnan(b)]
@@ -143,7 +145,7 @@ def near(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
 
 
 def arrays(library: Library, case: Case) -> list[Any]:
-    """Return the gradient of a case as arrays; a leaf that occurs twice as one array."""
+    """Return the gradient of a case as arrays; a leaf that occurs twice is one array."""
     pairs = zip(case.grads, itertools.cycle(case.dtype), strict=False)
     made = {id(leaf): array(library.framework, leaf, dtype) for leaf, dtype in pairs}
     return [made[id(leaf)] for leaf in case.grads]
@@ -157,7 +159,7 @@ def array(framework: Framework, leaf: Any, dtype: str) -> Any:
 
 
 def norm64(leaves: list[np.ndarray]) -> float:
-    """Return the norm of the leaves together, in float64."""
+    """Return the joint norm of the leaves in float64."""
     return math.sqrt(sum(float(np.sum(np.square(leaf.astype(np.float64)))) for leaf in leaves))
 
 
@@ -165,7 +167,7 @@ def norm64(leaves: list[np.ndarray]) -> float:
 
 
 def shown(leaves: list[Any]) -> str:
-    """Return arrays in words."""
+    """Return a description of arrays."""
     return "`, `".join(map(show, leaves))
 
 
@@ -184,12 +186,12 @@ def show(leaf: Any) -> str:
 
 
 def rows_of(rows: Any, values: Any) -> str:
-    """Return the rows of a sparse gradient that are not 0."""
+    """Return the nonzero rows of a sparse gradient."""
     return f"{{{', '.join(f'{i}: {number(x)}' for i, x in zip(rows, values, strict=True))}}}"
 
 
 def number(x: Any) -> str:
-    """Return a number in six digits, the parts of a complex one in three."""
+    """Return a number with six digits, or a complex one with three for each component."""
     x = complex(x)
     real, imaginary = f"{x.real + 0:.{3 if x.imag else 6}g}", f"{x.imag:+.3g}j"
     words = real if not x.imag else real + imaginary if x.real else imaginary.strip("+")
@@ -202,7 +204,7 @@ def tidy(text: str) -> str:
 
 
 def first_words(error: Exception) -> str:
-    """Return the beginning of a message."""
+    """Return the beginning of an error message."""
     line = re.sub(r"^\{\{.*?\}\}\s*", "", str(error).strip()).partition("\n")[0]
     return textwrap.shorten(line.translate(dict.fromkeys(map(ord, "`|"))), 60, placeholder=" …")
 
@@ -210,7 +212,7 @@ def first_words(error: Exception) -> str:
 def parts() -> dict[str, str]:
     """Return the parts of the page by name, in Markdown.
 
-    It shows no usual cases, in which all libraries are right.
+    Usual cases, in which all libraries are right, are omitted.
     """
     cases = {
         f"cases-{name}": "\n\n".join(map(block, cases))
@@ -221,9 +223,7 @@ def parts() -> dict[str, str]:
 
 
 def tally(cases: Iterable[Case]) -> str:
-    """Return how many cases each library gets right,
-    and how many some built-in function gets wrong.
-    """
+    """Return how many cases each library gets right, and how many some built-in gets wrong."""
     found = list(map(verdicts, cases))
     counts = {name: Counter(results[name].mark for results in found) for name in found[0]}
     rows = [
@@ -238,7 +238,7 @@ def tally(cases: Iterable[Case]) -> str:
 
 
 def versions() -> str:
-    """Return what is run, and where."""
+    """Return the versions and the machine."""
     everything = [*LIBRARIES, TRUTH, uniclip_on(TRUTH)]
     modules = [module for library in everything for module in library.modules.values()]
     names = {
@@ -249,7 +249,7 @@ def versions() -> str:
 
 
 def block(case: Case) -> str:
-    """Return what a case is, the true result, and what each library makes of it."""
+    """Return a case, the right result, and the result of each library."""
     words = case.words or f"`{shown(case.grads)}`"
     dtype = "" if case.dtype == ("float32",) else f" in {' and '.join(case.dtype)}"
     limit = (
@@ -263,14 +263,14 @@ def block(case: Case) -> str:
 
 
 def table(heads: list[str], rows: Iterable[list[str]], align: str = "---") -> str:
-    """Return a Markdown table; ``align`` is below all heads but the first."""
+    """Return a Markdown table; ``align`` is the alignment of all columns but the first."""
     lines = [heads, ["---", *[align] * (len(heads) - 1)], *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
 
 def main() -> None:
-    """Print the cases, then how many each library gets right."""
+    """Print the cases, and then how many each library gets right."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument(
         "--case", default="", metavar="TEXT", help="only the cases with TEXT in their title"

@@ -1,8 +1,8 @@
 """Run uniclip on a GPU: first check numbers, waits, graphs and streams, then measure times.
 
 Run it in a checkout, as ``python benchmarks/gpu.py [section ...]``; it takes about two minutes, and
-``--minutes 5`` gives it more. On a machine without a GPU it runs the numbers in Triton's
-interpreter, if Triton is installed, and names what it leaves out.
+``--minutes 5`` gives it more. On a machine without a GPU it checks the numbers in Triton's
+interpreter, if Triton is installed, and names the skipped sections.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # is read when Triton is imported
+# Triton reads the variable when it is imported.
+if not HAS_GPU:
     os.environ |= {"TRITON_INTERPRET": "1"}
 
 import uniclip as uc  # noqa: E402 - from this checkout
@@ -69,13 +70,13 @@ RULES: dict[str, Any] = {
     "skip_spikes": uc.skip_spikes(),
     "percentile_clipping": uc.percentile_clipping(),
 }
-"""Rules that all checks take."""
+"""The rules of all checks."""
 LEARNS = {"zclip", "autoclip", "adagc", "skip_spikes", "percentile_clipping"}
-"""Rules with memory."""
+"""The stateful rules."""
 
 
 class Run:
-    """What was checked, and the time that is left."""
+    """The results of checks, and the remaining time."""
 
     def __init__(self, minutes: float, wanted: set[str]) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -95,14 +96,14 @@ class Run:
         return True
 
     def has_time(self, name: str) -> bool:
-        """Return whether there is time for one more part."""
+        """Return whether there is time for another part."""
         if time.monotonic() < self.end:
             return True
         self.left_out.append(f"{name} (no time)")
         return False
 
     def check(self, name: str, function: Callable[[], None]) -> None:
-        """Run a check, and go on where it fails: a machine with a GPU is not always at hand."""
+        """Run a check, and continue after a failure, since machines with a GPU are rare."""
         if not self.has_time(name):
             return
         try:
@@ -118,7 +119,7 @@ class Run:
 
 @contextmanager
 def with_kernels(*, triton: bool) -> Iterator[None]:
-    """Turn the Triton kernels on or off. On a CPU, let tensors say that they are elsewhere."""
+    """Turn the Triton kernels on or off. On a CPU, let tensors report an accelerator."""
     wish = "0" if not triton else "1" if not HAS_GPU else ""
     with (
         mock.patch.dict(os.environ, UNICLIP_TRITON=wish),
@@ -128,7 +129,7 @@ def with_kernels(*, triton: bool) -> Iterator[None]:
 
 
 def needs(rule: Any) -> Any:
-    """Return what the limit of a rule uses beside the norms."""
+    """Return the arguments that a rule needs besides the gradients."""
     return getattr(getattr(rule, "limit", None), "needs", ())
 
 
@@ -157,7 +158,7 @@ def parameters(
 
 
 def compare(name: str, dtype: str, *, in_place: bool, triton: bool) -> None:
-    """Require that two steps of a rule come to what they do in float64 on a CPU."""
+    """Require two steps of a rule to equal those in float64 on a CPU."""
     rule = RULES[name]
     kinds = {key: DTYPES.get(dtype, torch.float32) for key in SHAPES}
     if dtype == "mixed":
@@ -202,11 +203,11 @@ def check_numbers(run: Run, *, triton: bool) -> None:
                 )
 
 
-# What a GPU alone has: waits, graphs, streams.
+# Features of a GPU: waits, graphs, streams.
 
 
 def without_wait(rule: Any, *, triton: bool) -> None:
-    """Require that the fourth step of an attached rule waits for nothing."""
+    """Require the fourth step of an attached rule not to wait."""
     params = parameters([(30, 70), (70,), (8, 3, 5, 5)])
     optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
     handle = attach(optimizer, rule)
@@ -225,7 +226,7 @@ def without_wait(rule: Any, *, triton: bool) -> None:
 
 
 def warmed_up(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a graph of a function, which has run before."""
+    """Return a CUDA graph of a function, after a warmup."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -239,7 +240,7 @@ def warmed_up(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def fill_freed_memory() -> list[Tensor]:
-    """Overwrite what was freed: addresses that a graph reads must not be there."""
+    """Overwrite freed memory, so that a graph cannot read its addresses by luck."""
     gc.collect()
     torch.cuda.empty_cache()
     sizes = (2, 8, 16, 64, 148, 512, 4096, 65536, 1 << 20)
@@ -248,7 +249,7 @@ def fill_freed_memory() -> list[Tensor]:
 
 
 def replay_drop_in(dtype: torch.dtype) -> None:
-    """Require that a captured drop-in clips whatever lies in the gradients at a replay."""
+    """Require a captured drop-in to clip the gradients that are present at a replay."""
     params = parameters([(50, 3), (7,), (400, 300)], dtype)
     norms = []
     graph = warmed_up(lambda: norms.append(clip_grad_norm_(params, 1.0)))
@@ -267,7 +268,7 @@ def replay_drop_in(dtype: torch.dtype) -> None:
 
 
 def replay_attached(rule: Any) -> None:
-    """Require that a captured step of a fused optimizer clips as one without a graph does."""
+    """Require a captured step of a fused optimizer to clip like a step without a graph."""
     shapes: list[tuple[int, ...]] = [(50, 3), (7,), (400, 300)]
     params = parameters(shapes)
     others = [torch.nn.Parameter(param.detach().clone()) for param in params]
@@ -295,7 +296,7 @@ def replay_attached(rule: Any) -> None:
 
 
 def on_streams() -> None:
-    """Require that a stream does not read a table that another one has not sent yet."""
+    """Require a stream not to read a table before another stream has sent it."""
     grads = [torch.randn(1000, 1000, device=DEVICE) for _ in range(4)]
     norm = norm_of(grads)
     found = []
@@ -309,7 +310,7 @@ def on_streams() -> None:
 
 
 def of_many_lists() -> None:
-    """Require right norms of more lists of tensors than are remembered."""
+    """Require right norms for more lists of tensors than the cache keeps."""
     lists = [
         [torch.full((1000,), n, device=DEVICE), torch.ones(30, device=DEVICE)] for n in range(200)
     ]
@@ -359,7 +360,8 @@ def measure(function: Callable[[], Any], setup: Callable[[], Any], count: int = 
         host = time.perf_counter() - begin
         end.record()
         synchronize()
-        if number > 1:  # the first compile
+        # The first call compiles.
+        if number > 1:
             times.append((start.elapsed_time(end) * 1e3, host * 1e6))
     gpu, host = (sorted(column)[count // 2] for column in zip(*times, strict=True))
     return f"{gpu:.0f}/{host:.0f}/{count_kernels(function)}"
@@ -405,7 +407,7 @@ def timm_agc(params: list[torch.nn.Parameter]) -> None:
 
 
 def time_row(run: Run, label: str, ways: dict[str, Callable[[], Any]], grads: list[Tensor]) -> None:
-    """Print a row of times. Gradients are made anew before each call."""
+    """Print a row of times. Gradients are restored before each call."""
     if not run.has_time(label):
         return
     kept = [grad.clone() for grad in grads]
@@ -430,7 +432,7 @@ def time_global(run: Run, net: str, dtype: torch.dtype) -> None:
 
 
 def time_rules(run: Run) -> None:
-    """Print times of all rules on GPT-2, and of gradients at other addresses at each step."""
+    """Print times of all rules on GPT-2, and with new gradient addresses at each step."""
     native = torch.nn.utils
     for dtype in (torch.float32, torch.bfloat16):
         params = parameters(NETS["GPT-2"], dtype)
@@ -464,7 +466,7 @@ def time_rules(run: Run) -> None:
 
 
 def print_memory() -> None:
-    """Print the peak of memory above the gradients."""
+    """Print the peak of memory beyond the gradients."""
     params = parameters(NETS["GPT-2"])
     grads = [param.grad for param in params]
     ways = {
@@ -502,7 +504,8 @@ def run_on_gpu(run: Run) -> None:
     if run.section("graphs"):
         for dtype in (torch.float32, torch.bfloat16):
             run.check(f"drop-in, {dtype}", lambda: replay_drop_in(dtype))  # noqa: B023
-        for name in RULES.keys() - LEARNS:  # what a graph remembers is another matter
+        # The states of captured rules are tested elsewhere.
+        for name in RULES.keys() - LEARNS:
             run.check(f"attached {name}", lambda: replay_attached(RULES[name]))  # noqa: B023
     if run.section("streams"):
         run.check("side streams", on_streams)
@@ -518,7 +521,7 @@ def run_on_gpu(run: Run) -> None:
 
 
 def main() -> int:
-    """Run the sections that were asked for, all by default."""
+    """Run the requested sections, by default all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", help="of kernels foreach waits graphs streams times")
     parser.add_argument("--minutes", type=float, default=2.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rules for many leaves in compiled code, and what each framework has of the kind."""
+"""Rules for many leaves in compiled code, next to the counterpart in each framework."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from calls import Framework  # which knows where the kit is
 from kit.frameworks import JAX, TensorFlow, Torch
 
 GLOBAL, BY_NORM, AGC, CHAIN = "by_global_norm", "by_norm", "agc", "chain(agc, by_global_norm)"
-RATIO, EPS = 0.01, 1e-3  # of adaptive gradient clipping, as in the paper, timm and optax
+# Of adaptive gradient clipping, as in the paper, timm and optax.
+RATIO, EPS = 0.01, 1e-3
 SIZES = {(32, 32): "32x32", (128, 128): "128x128", (16,): "16"}
 WARM_UP = 100
-"""The steps of AdaGC's warm-up."""
+"""The steps of AdaGC's warmup."""
 BUILDS = 2
-"""How often each program is compiled, after a first time."""
+"""The number of compilations of each program, after a first one."""
 FRAMEWORKS: dict[str, Framework] = {"torch": Torch(), "tensorflow": TensorFlow(), "jax": JAX()}
 
 
 def is_even(path: tuple[int, ...], _: Any = None) -> bool:
-    """Whether a leaf of a list has an even number."""
+    """Return whether a leaf of a list has an even index."""
     return path[0] % 2 == 0
 
 
@@ -54,7 +55,7 @@ RULES: dict[str, Any] = {
 
 
 def shapes() -> dict[tuple[str, str], tuple[str, list[tuple[int, ...]]]]:
-    """Return what is measured: the rule and the shapes of the leaves, by framework and title."""
+    """Return the rule and the shapes of the leaves, by framework and title."""
     square, long, short = SIZES
     wanted = [("jax", rule, count, square) for rule in RULES for count in (10, 100, 400)]
     wanted += [("jax", rule, 50, long) for rule in (GLOBAL, BY_NORM, "zclip", "adagc", AGC)]
@@ -71,12 +72,13 @@ def shapes() -> dict[tuple[str, str], tuple[str, list[tuple[int, ...]]]]:
 
 MANY = shapes()
 JOBS = list(MANY)
-"""What is measured: a framework, and a rule with its leaves."""
+"""The jobs: a framework, and a rule with its leaves."""
 
 
 def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
-    """Yield the processor's time until a program is there, in JAX also of its compiler alone;
-    and that of a run.
+    """Yield the CPU time until a program is ready, and that of a run.
+
+    In JAX there is also the time of the compiler alone.
     """
     (rule, leaves), rng = MANY[framework, what], np.random.default_rng(0)
     grads, params = (
@@ -91,7 +93,7 @@ def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
     for number, stage in enumerate(
         ["first call", "compiler alone"] if framework == "jax" else ["first call"]
     ):
-        # The compiler itself has a first time, too.
+        # The first time of the compiler itself is separate, too.
         yield {
             "stage": stage,
             **row(
@@ -109,7 +111,7 @@ def build_program(
 ) -> tuple[Callable[..., Any], list[float]]:
     """Compile a function.
 
-    Return it, and the seconds from the start, and of the compiler alone if that is known.
+    Return it, and the seconds in total, and of the compiler alone if these are known.
     """
     if framework == "jax":
         import jax
@@ -137,7 +139,7 @@ def build_program(
 
 
 def use_one_core() -> None:
-    """Keep this process, before it imports a framework, to one core, as far as the system can."""
+    """Pin this process to one core before it imports a framework, where the system allows it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 
@@ -147,11 +149,9 @@ Update = Callable[[Any, Any, Any], Any]
 
 
 def updates(framework: str, rule: str, grads: list[Any]) -> dict[str, tuple[Update, Any]]:
-    """Return what a framework has of the kind of a rule, and the rule,
-    each with its first state.
-    """
+    """Return a framework's counterpart of a rule, and the rule, each with its initial state."""
     ours = RULES[rule]
-    # in place, as the lines by hand; the report is no output of the program
+    # In place, like the lines by hand; the report is no output of the program.
     if framework == "torch":
         return {NATIVE: (norms_by_hand, None), "uniclip": (partial(clip_in_place, ours), None)}
     if framework == "jax":
@@ -162,7 +162,7 @@ def updates(framework: str, rule: str, grads: list[Any]) -> dict[str, tuple[Upda
 
 
 def clip_in_place(rule: Any, grads: list[Any], _: Any, params: list[Any]) -> None:
-    """Clip tensors of PyTorch."""
+    """Clip PyTorch tensors in place."""
     uc.clip_(grads, rule, params)
 
 
@@ -174,7 +174,7 @@ def clip_by_tensorflow(grads: list[Any], *others: Any) -> list[Any]:
 
 
 def norms_by_hand(grads: list[Any], *others: Any) -> None:
-    """Clip each tensor of PyTorch by its norm, as ``clip_grad_norm_`` would."""
+    """Clip each PyTorch tensor by its norm, as ``clip_grad_norm_`` would."""
     import torch
 
     for grad in grads:
@@ -182,7 +182,7 @@ def norms_by_hand(grads: list[Any], *others: Any) -> None:
 
 
 def of_optax(rule: str, grads: list[Any]) -> tuple[Update, Any]:
-    """Return the transformation of optax of the kind of a rule, and its first state."""
+    """Return optax's counterpart of a rule, and its initial state."""
     import optax
 
     by_global_norm, by_unit = optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(RATIO, EPS)
@@ -192,7 +192,8 @@ def of_optax(rule: str, grads: list[Any]) -> tuple[Update, Any]:
         "four groups": lambda: optax.partition(
             dict.fromkeys(range(4), by_global_norm), [remainder((number,)) for number in numbers]
         ),
-        BY_NORM: lambda: optax.clip_by_block_rms(1.0),  # which has one norm for each leaf
+        # It has one norm for each leaf.
+        BY_NORM: lambda: optax.clip_by_block_rms(1.0),
         "by_block_rms": lambda: optax.clip_by_block_rms(0.1),
         AGC: lambda: by_unit,
         CHAIN: lambda: optax.chain(by_unit, by_global_norm),
@@ -202,9 +203,7 @@ def of_optax(rule: str, grads: list[Any]) -> tuple[Update, Any]:
 
 
 def adagc(grads: list[Any], state: Any, _: Any) -> tuple[list[Any], Any]:
-    """Clip as AdaGC does, by hand: within the warm-up to the global norm,
-    then each leaf to its average.
-    """
+    """Clip like AdaGC, by hand: to the global norm in the warmup, then each leaf to its average."""
     import jax.numpy as jnp
 
     averages, step = state

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Time uniclip beside each framework's own clipping: ``step``, in a step of training,
-or ``growth``, many leaves.
+"""Time uniclip next to each framework's own clipping.
 
-In every round each contender runs as often as the others, in a random order; a ratio is the median
-of the rounds' ratios. Each framework has a process of its own. The documentation shows what is kept
-in ``docs/speed-step.json`` and ``docs/speed-growth.json``.
+``step`` times it in a training step, ``growth`` for many leaves. In every round each contender runs
+as often as the others, in a random order; a ratio is the median of the rounds' ratios. Each
+framework has a process of its own. The documentation shows the results in ``docs/speed-step.json``
+and ``docs/speed-growth.json``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
 }
-"""Only the CPU is measured, and no program is kept from a run before."""
+"""The environment of measurements: CPU only, without compilation caches."""
 COMMANDS = {"step": steps, "growth": many}
 
 
 def measured(
     command: str, framework: str, what: str, rounds: int
 ) -> tuple[dict[str, str], list[Row]]:
-    """Return what the times depend on, and the rows of a job.
+    """Return the versions that times depend on, and the rows of a job.
 
     This process imports no other framework.
     """
@@ -56,7 +56,7 @@ def measured(
 
 
 def machine() -> dict[str, Any]:
-    """Return where and when it is measured."""
+    """Return the machine and the date of the measurement."""
     cpu = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", cpu.read_text("utf-8")) if cpu.exists() else None
     today = datetime.now(timezone.utc).date().isoformat()
@@ -86,7 +86,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    """Measure what is asked for, print it, and keep it for the documentation."""
+    """Run the requested measurements, print them, and save them for the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("command", choices=COMMANDS, help="what to measure")
     parser.add_argument(
@@ -119,7 +119,7 @@ def main() -> None:
                     versions, found = versions | here, found + rows
                     bar.write("\n".join(map(line, rows)))
                     if out:
-                        # Now, lest an error cost it.
+                        # Save now, so that a later error does not lose the results.
                         save(out, machine() | {"versions": versions}, found)
                     bar.update()
 

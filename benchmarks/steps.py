@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clipping as it is in training: in PyTorch after a backward pass,
-in Keras and optax as part of a whole step.
-"""
+"""Clipping in training: after a backward pass in PyTorch, in a whole step in Keras and optax."""
 
 from __future__ import annotations
 
@@ -21,18 +19,19 @@ LAYERS = [32, 64, 64, 64, 64, 10]
 """The small MLP."""
 NETS = {"small MLP": LAYERS, "wide MLP": [784, 1024, 1024, 1024, 1024, 10]}
 PLAIN = "not clipped"
-# of whole steps: the weights hardly move, and every step is clipped
+# For whole steps: the weights hardly move, and every step is clipped.
 BATCH, RATE, LIMIT = 128, 1e-6, 1e-3
 
 
 def layers(sizes: list[int], bias: bool = True) -> Any:  # noqa: FBT001, FBT002
-    """Return linear layers of PyTorch, with activations where they have biases."""
+    """Return PyTorch linear layers, with activations where they have biases."""
     from torch import nn
 
     linear = [nn.Linear(a, b, bias) for a, b in pairwise(sizes)]
     if not bias:
         for layer in linear:
-            nn.init.orthogonal_(layer.weight)  # or the gradients of many layers vanish
+            # Otherwise the gradients of many layers vanish.
+            nn.init.orthogonal_(layer.weight)
         return nn.Sequential(*linear)
     return nn.Sequential(*[part for layer in linear for part in (layer, nn.ReLU())][:-1])
 
@@ -51,15 +50,15 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "50 x 16 k": (partial(layers, [128] * 51, bias=False), (8, 128)),
     "4 x 1 M": (partial(layers, [1000] * 5, bias=False), (8, 1000)),
 }
-"""Each model of PyTorch, and the shape of its input."""
+"""Each PyTorch model, and the shape of its input."""
 JOBS = [("torch", what) for what in MODELS] + [
     (framework, net) for framework in ("tensorflow", "jax") for net in NETS
 ]
-"""What is measured: a framework, and a model."""
+"""The jobs: a framework and a model."""
 
 
 def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
-    """Yield the rows of a model: not clipped and clipped in PyTorch, else clipped."""
+    """Yield the rows of a model: unclipped and clipped in PyTorch, else clipped."""
     if framework == "torch":
         yield from clip_after_backward(what, rounds)
         return
@@ -70,9 +69,7 @@ def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
 
 
 def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
-    """Time PyTorch's function, the drop-in, and the hooks of `attach` around a step,
-    each after a backward pass.
-    """
+    """Time PyTorch's function, the drop-in and `attach`, each after a backward pass."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -104,7 +101,7 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
 
 
 def clips(params: list[Any], limit: float) -> dict[str, Call]:
-    """Return what clips gradients alone."""
+    """Return the functions that only clip gradients."""
     import torch
 
     from uniclip.integrations.torch import attach, clip_grad_norm_
@@ -128,7 +125,7 @@ def clips(params: list[Any], limit: float) -> dict[str, Call]:
 
 
 def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call]]:
-    """Yield calls of ``train_on_batch`` with Adam, compiled as Keras does by itself."""
+    """Yield calls of ``train_on_batch`` with Adam, compiled by Keras' default."""
     import keras
 
     from uniclip.integrations.keras import ClippedOptimizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Time calls in turn, so that what disturbs a machine disturbs them all."""
+"""Time calls in turn, so that disturbances of a machine affect all of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 
 CALLS = 20
-"""How often each call runs in a round."""
+"""The number of calls in a round."""
 NATIVE = "native"
 Call = Callable[[], object]
 Row = dict[str, Any]
 
 
 def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
-    """Return the row of calls that run in a random order, each after a ``prepare()`` of its own,
-    which is not timed.
-    """
+    """Return the row of calls in a random order, each after an untimed ``prepare()``."""
     order, shuffle = list(calls), random.Random(0).shuffle  # noqa: S311 - no secret
     medians: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -34,14 +32,12 @@ def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
                 spent[name].append(time.perf_counter() - start)
         for name, seconds in spent.items():
             medians[name].append(float(np.median(seconds)))
-    # What compiles does so in the first.
+    # The first round compiles.
     return row({name: seconds[1:] for name, seconds in medians.items()})
 
 
 def row(seconds: dict[str, list[float]]) -> Row:
-    """Return the median time of each call, and the quartiles of the native time divided by each
-    other one.
-    """
+    """Return the median time of each call, and the quartiles of the native time over it."""
     times = {name: np.asarray(found) for name, found in seconds.items()}
     ratios = {name: times[NATIVE] / found for name, found in times.items() if name != NATIVE}
     return {

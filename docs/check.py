@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Build the documentation and look at its pages; exit with 1 if anything is wrong.
+"""Build the documentation and check its pages; exit with 1 if anything is wrong.
 
 Its examples run with the tests.
 """
@@ -14,7 +14,7 @@ import check_pages
 
 HERE = Path(__file__).parent
 PAGES = HERE / "_build" / "html"
-# -a: an index for the search is only whole where all pages are written.
+# -a: the index of the search is complete only if all pages are written.
 BUILD = [
     sys.executable,
     "-m",

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Look at every page of the built documentation in headless Chromium, at two widths,
-light and dark.
+"""Check every page of the built documentation in headless Chromium, at two widths, light and dark.
 
-Nothing but code may scroll sideways, every picture has an alternative text and no light box around
-it on a dark page, text stands out from what is behind it, and the search shows first what newcomers
-look for. A page with planted faults shows that they are found. Without Chromium nothing is checked,
-and that is said.
+Only code may scroll sideways. Every picture has an alternative text, and no light box around it on
+a dark page. Text contrasts with its background, and the search first shows the pages that newcomers
+look for. A page with planted faults must fail. Without Chromium nothing is checked, and a message
+says so.
 
     python docs/check_pages.py docs/_build/html
 """
@@ -27,7 +26,8 @@ SEARCHES = [(word, page) for page, words in search_words.WORDS.items() for word 
 WIDTHS, THEMES = (1366, 360), ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LOOKER = Path(__file__).with_name("check_pages.js")
-FAULTY, LONGEST = "faulty", 600  # the page with planted faults, and seconds for all
+# The page with planted faults, and the seconds for all pages.
+FAULTY, LONGEST = "faulty", 600
 PLANTED = {
     "the theme is not dark": '<body style="background: #fff">',
     "the page is 30": '<div style="width: 3000px">wide</div>',
@@ -39,14 +39,16 @@ PLANTED = {
     'span "faded"': '<code style="opacity: 0.1"><span>faded</span></code>',
     "no alternative text": '<img src="/_static/hero-light.svg">',
     "no picture": '<img src="/nowhere.png" alt="nothing">',
-    f"before /{FAULTY}.html": "",  # of a search that does not find this page
+    # The search must not find this page.
+    f"before /{FAULTY}.html": "",
 }
 SKIPPED = {"genindex.html", "search.html", "py-modindex.html"}
 
 
 def look(browser: str, folder: Path, pages: list[str]) -> list[dict[str, Any]]:
-    """Return what is wrong with the pages in a folder, to which it adds two: one looks at all,
-    the other has faults.
+    """Return the faults of the pages in a folder.
+
+    Two pages are added to it: one checks all others, and one has faults.
     """
     settings = {
         "pages": [f"{FAULTY}.html", *pages],
@@ -96,7 +98,7 @@ def look(browser: str, folder: Path, pages: list[str]) -> list[dict[str, Any]]:
 
 
 def main(built: Path) -> int:
-    """Print what is wrong, and return 1 if anything is."""
+    """Print the faults, and return 1 if there are any."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print(f"No page was looked at: none of {', '.join(BROWSERS)} is installed.")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Run other libraries' functions beside uniclip on all frameworks,
-and write what the pages show of it.
+"""Run other libraries' functions next to uniclip on all frameworks, and write results for pages.
 
 It takes some minutes; the pages are built from ``compared-pages.json``, and need no framework.
 
@@ -26,11 +25,11 @@ GRADS = {
     "float32": [(float(x), [[0.6 * x, 0.8 * x]]) for x in np.logspace(-36, 38, 75)],
     "bfloat16": [(n, [[1.0]] * n) for n in (1, *range(20, 801, 20))],
 }
-"""Large and small gradients, and many tensors; with what they are drawn at."""
+"""Large and small gradients, and many tensors, with their positions in the figure."""
 
 
 def norms() -> dict[str, Any]:
-    """Return the norms that libraries report of `GRADS`."""
+    """Return the norms that libraries report for `GRADS`."""
     native = [library for library in calls.LIBRARIES if "global norm" in library.calls]
     libraries = [calls.uniclip_on(native[0]), *native]
     names = [f"uniclip, on {native[0].name}", *(library.name for library in native)]
@@ -41,7 +40,7 @@ def norms() -> dict[str, Any]:
 
 
 def reported(library: calls.Library, dtype: str) -> list[list[float]]:
-    """Return what gradients are drawn at, and the norms that a library reports of them."""
+    """Return the positions of gradients in the figure, and the norms that a library reports."""
     places, grads = zip(*GRADS[dtype], strict=True)
     arrays = ([library.framework.array(leaf, dtype) for leaf in leaves] for leaves in grads)
     return [

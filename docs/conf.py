@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Build the documentation.
 
-It needs no network, and the frameworks only for its examples and measurements.
+It needs no network. It needs the frameworks only for examples and measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sphinx.util import logging
 import uniclip
 from uniclip import insight
 
-# Its decorators cannot be mocked, and this backend needs no framework.
+# Keras' decorators cannot be mocked, and this backend needs no framework.
 os.environ["KERAS_BACKEND"] = "numpy"
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ exclude_patterns = ["_build", "_generated"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# Docstrings: single backticks are cross-references, numpydoc sections, no types in signatures.
+# Docstrings have cross-references in single backticks, numpydoc sections, no types in signatures.
 default_role = "py:obj"
 autodoc_mock_imports = [
     "accelerate",
@@ -60,7 +60,7 @@ autodoc_mock_imports = [
     "torch",
     "transformers",
 ]
-# When they are imported, modules compare the version of a framework, and enter a context.
+# On import, modules compare the version of a framework, and enter a context.
 for method in ("__lt__", "__ge__", "__enter__", "__exit__"):
     setattr(_MockObject, method, lambda *_: False)
 autodoc_typehints = "none"
@@ -70,9 +70,9 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-# These are prose.
+# These types are prose.
 nitpick_ignore_regex = [("py:class", r"[nmk]|(0-d )?arrays?|tree|int64|float64|str to|\{?\".*")]
-# not ours
+# Lightning documents this class.
 nitpick_ignore = [("py:exc", "lightning.pytorch.utilities.exceptions.MisconfigurationException")]
 
 html_theme = "furo"
@@ -81,7 +81,8 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_sourcelink = False
 html_math_renderer = "mathml"
-notfound_urls_prefix = "/"  # where the documentation is served
+# The documentation is served here.
+notfound_urls_prefix = "/"
 llms_txt_exclude = ["404"]
 llms_txt_uri_template = "_sources/{docname}.md.txt"
 llms_txt_summary = (
@@ -91,14 +92,16 @@ llms_txt_summary = (
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-MANY = 3  # columns that are too many for a phone
-AS_THEY_ARE = ["marks", "tally"]  # the classes around tables that fit a phone by themselves
+# Too many columns for a phone.
+MANY = 3
+# The classes around tables that fit a phone.
+AS_THEY_ARE = ["marks", "tally"]
 
 generate.everything()
 
 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
-    """Warn of public names that are not documented, and of documented names that are not public."""
+    """Warn of undocumented public names, and of documented names that are not public."""
     objects = [
         name.split(".")
         for name, entry in env.domaindata["py"]["objects"].items()
@@ -120,9 +123,9 @@ def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signat
 
 
 def formula(translator: Any, node: Any) -> None:
-    """Write a formula as MathML, which browsers draw without a script.
+    """Write a formula as MathML, which browsers render without a script.
 
-    Some are on a line of their own.
+    Displayed formulas are on a line of their own.
     """
     block = isinstance(node, nodes.math_block)
     math = tex2mathml(node.astext(), as_block=block)
@@ -131,9 +134,7 @@ def formula(translator: Any, node: Any) -> None:
 
 
 def stack_tables(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:  # noqa: ARG001 - the event's
-    """Write into each cell of a table of many columns the name of its column:
-    custom.css makes lists of narrow ones.
-    """
+    """Copy column names into the cells of wide tables, which custom.css turns into lists."""
     if "<table" not in context.get("body", ""):
         return
     body = BeautifulSoup(context["body"], "html.parser")
@@ -144,13 +145,14 @@ def stack_tables(app: Any, page: str, template: str, context: Any, doctree: Any)
             for row in table.select("tbody tr"):
                 for name, cell in zip(names, row.find_all("td"), strict=True):
                     if not cell.get_text(strip=True):
-                        cell.clear()  # so that it is hidden
+                        # An empty cell is hidden.
+                        cell.clear()
                     cell["data-label"] = name
     context["body"] = str(body)
 
 
 def setup(app: Any) -> None:
-    """Register the functions above, and the words that people search for."""
+    """Register the functions above, and the search words."""
     app.connect("env-check-consistency", check_public_names)
     app.connect("html-page-context", stack_tables)
     app.connect("source-read", search_words.add_words)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The colors that all pictures share, and their settings, which importing this sets."""
+"""The colors and settings of all figures; importing this module applies them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import matplotlib as mpl
 
 GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d0453b"
 WIDTH = 5.0
-"""Inches: narrow enough that the text can be read where the page is 360 pixels wide."""
+"""Inches: narrow enough that the text is readable where the page is 360 pixels wide."""
 TEXT = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-# Gray on nothing: readable on a light and on a dark page.
+# Gray on transparent: readable on a light and on a dark page.
 mpl.rcParams |= dict.fromkeys(TEXT, GRAY) | {
-    "svg.hashsalt": "uniclip",  # the same bytes at every build
+    # The same bytes at every build.
+    "svg.hashsalt": "uniclip",
     "font.size": 10.5,
     "axes.titlesize": 10.5,
     "axes.spines.top": False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Draw the pictures of single pages, from results of uniclip and of other libraries."""
+"""Draw the figures of single pages, from results of uniclip and of other libraries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CURVES |= {
 
 
 def draw(folder: Path) -> None:
-    """Write every picture into ``folder`` as SVG, and the page of a run."""
+    """Write every figure into ``folder`` as SVG, and the page of a run."""
     for picture in (place, direction, norms, curves, which_rule):
         name = picture.__name__.replace("_", "-")
         picture().savefig(folder / f"{name}.svg", metadata={"Date": None})
@@ -40,7 +40,7 @@ def draw(folder: Path) -> None:
 
 
 def run(folder: Path) -> None:
-    """Write the page and the picture of a recorded run of the first example, clipped at 1.0."""
+    """Write the page and the figure of a recorded run of the first example, clipped at 1.0."""
     lines = folder / "exploding_rnn.jsonl"
     lines.unlink(missing_ok=True)
     task = exploding_rnn.make_task(seed=0, steps=1000)
@@ -53,7 +53,7 @@ def run(folder: Path) -> None:
 
 
 def place() -> Figure:
-    """Draw where clipping goes."""
+    """Draw the place of clipping in a training step."""
     figure = Figure(figsize=(7.5, 0.9))
     ax = figure.subplots()
     ax.set(xlim=(0, 4), ylim=(0, 1))
@@ -81,7 +81,7 @@ def place() -> Figure:
 
 
 def direction() -> Figure:
-    """Draw what the two ways of clipping do to a gradient of two leaves with one entry each."""
+    """Draw the effect of two scopes on a gradient of two leaves with one element each."""
     figure = Figure(figsize=(7, 3))
     ax = figure.subplots()
     leaves = [np.asarray([4.0]), np.asarray([1.2])]
@@ -106,10 +106,11 @@ def direction() -> Figure:
 
 
 def norms() -> Figure:
-    """Draw the norms that libraries report, of large and small gradients and of many tensors."""
+    """Draw the norms that libraries report for large and small gradients and for many tensors."""
     figure = Figure(figsize=(5.6, 6.4))
     top, bottom = figure.subplots(2, 1)
-    zero, infinite = 1e-44, 1e46  # where the axis shows 0 and ∞
+    # The places of 0 and ∞ on the axis.
+    zero, infinite = 1e-44, 1e46
     measured = json.loads(
         Path(__file__).with_name("compared-pages.json").read_text(encoding="utf-8")
     )["norms"]
@@ -133,7 +134,7 @@ def norms() -> Figure:
 
 
 def curves() -> Figure:
-    """Draw every curve: factor and norm after clipping against norm / limit."""
+    """Draw every curve: factor and norm after clipping, by norm / limit."""
     figure, norm = Figure(figsize=(WIDTH, 5.6)), np.linspace(0.005, 3, 200)
     axes = figure.subplots(4, 2, sharex=True, sharey=True)
     for ax, (name, curve) in zip(axes.flat, CURVES.items(), strict=True):
@@ -149,9 +150,7 @@ def curves() -> Figure:
 
 
 def which_rule() -> Figure:
-    """Draw synthetic norms, one in sixty far off,
-    with the limits of safety nets and that of a normalizer.
-    """
+    """Draw synthetic norms, one in sixty far off, with the limits of different rules."""
     figure, norms = Figure(figsize=(WIDTH, 2.8)), np.random.default_rng(6).lognormal(0.0, 0.3, 1200)
     norms[59::60] *= 8
     ax = figure.subplots()

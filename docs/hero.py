@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Draw the picture of the first page, for light and for dark pages:
-run it again with ``python docs/hero.py``.
+"""Draw the figure of the first page, for light and for dark pages: ``python docs/hero.py``.
 
 It trains the network of ``examples/exploding_rnn.py`` twice, without and with clipping, and takes
 half a minute.
@@ -22,9 +21,10 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import exploding_rnn as example
 
 FOLDER = Path(__file__).parent / "_static"
-LAST, HIGHEST = 3000, 1e9  # step, and norm, at the edge of the picture
+# The step and the norm at the edge of the figure.
+LAST, HIGHEST = 3000, 1e9
 THEMES = {"light": ("#404040", "#1f6fc4", "#c8372d"), "dark": ("#c8c8c8", "#62aef5", "#ff7b6e")}
-"""The colors of text, of the run that is clipped, and of the other."""
+"""The colors of text, of the clipped run, and of the unclipped run."""
 
 
 def picture(unclipped: example.Run, clipped: example.Run, text: str, blue: str, red: str) -> Figure:
@@ -61,7 +61,7 @@ def picture(unclipped: example.Run, clipped: example.Run, text: str, blue: str, 
 
 
 def main() -> None:
-    """Train twice and write the picture in both themes."""
+    """Train twice, and write the figure in both themes."""
     task = example.make_task(seed=0, steps=example.STEPS)
     runs = [
         example.train("numpy", example.use_numpy(), task, limit)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Draw the modules of uniclip by their imports, and the way of a gradient through them:
-``python docs/house.py``.
+"""Draw the modules of uniclip by their imports, and the path of a gradient through them.
+
+Run ``python docs/house.py`` after a change of modules.
 """
 
 from __future__ import annotations
@@ -25,27 +26,25 @@ THEMES = {
     "light": ("#404040", "#b35a00", "#767676", "white"),
     "dark": ("#d8d8d8", "#f0943a", "#9a9a9a", "#131416"),
 }
-"""The colors of text, of the way of a gradient, of the modules beside it, and of a page."""
+"""The colors of text, of the path of a gradient, of the other modules, and of a page."""
 
 
 def room_of(path: Path) -> str:
-    """Return what a file is drawn as: itself, also in the core, or its package.
+    """Return the name under which a file is drawn: its package, or its module in the core.
 
-    Nothing for other private ones.
+    Other private modules are not drawn.
     """
     return room_in(path.relative_to(SOURCE).with_suffix("").parts)
 
 
 def room_in(names: Sequence[str]) -> str:
-    """Return the same for the names below ``uniclip`` that lead to a module."""
+    """Return the drawn name for the names below ``uniclip`` that lead to a module."""
     first = names[1] if names[0] == CORE else names[0]
     return "" if first.startswith("_") else first
 
 
 def find_floors() -> dict[str, int]:
-    """Return how many modules, one above the other, each stands on, itself included:
-    it imports these.
-    """
+    """Return the level of each module: one above the highest module that it imports."""
     below: dict[str, set[str]] = {}
     for path in filter(room_of, SOURCE.rglob("*.py")):
         imports = [
@@ -84,9 +83,7 @@ def follow_gradient(rule: uc.Rule) -> list[str]:
 
 
 def draw(text: str, orange: str, gray: str, page: str) -> Figure:
-    """Draw each module on its floor: those of a step from left to right in their order,
-    the others at the right.
-    """
+    """Draw each module on its level: those of a step first, from left to right."""
     floors, way, _ = describe()
     figure = Figure(figsize=(5.4, 4.8))
     ax = figure.subplots()
@@ -117,7 +114,7 @@ def draw(text: str, orange: str, gray: str, page: str) -> Figure:
 
 
 def describe() -> tuple[dict[str, int], list[str], str]:
-    """Return floors and way, and both in a line that is in the picture's file."""
+    """Return levels and path, and both in a line for the metadata of the figure."""
     floors, way = find_floors(), follow_gradient(uc.agc())
     return (
         floors,
@@ -127,7 +124,7 @@ def describe() -> tuple[dict[str, int], list[str], str]:
 
 
 def refuse_old() -> None:
-    """Refuse a picture that is not of the code as it is."""
+    """Raise an error if the figure does not match the code."""
     for name in THEMES:
         if describe()[-1] not in (FOLDER / f"house-{name}.svg").read_text(encoding="utf-8"):
             msg = f"house-{name}.svg is of other modules than there are: run python docs/house.py"

@@ -17,7 +17,7 @@ CARD = (2.4, 1.1)
 
 
 def draw(folder: Path) -> None:
-    """Write both pictures of every rule into ``folder`` as SVG."""
+    """Write both figures of every rule into ``folder`` as SVG."""
     for name in PRESETS:
         picture = over_time if made(name).stateful else on_a_gradient
         for kind in ("rule", "small"):
@@ -30,9 +30,7 @@ def draw(folder: Path) -> None:
 
 
 def on_a_gradient(name: str, *, small: bool) -> Figure:
-    """Draw the entries of a gradient before and after a rule,
-    and the norms of its parts at other sizes of it.
-    """
+    """Draw the elements of a gradient before and after a rule, and its norms at other sizes."""
     figure, shown = (
         Figure(figsize=CARD if small else (WIDTH, 4.3)),
         EXAMPLES.get(name) or Example(made(name)),
@@ -71,7 +69,7 @@ def on_a_gradient(name: str, *, small: bool) -> Figure:
 
 
 def run(shown: Example, size: float) -> list[list[np.ndarray]]:
-    """Return the parts of a gradient of so many times the example before and after the rule."""
+    """Return the blocks of a scaled example before and after the rule."""
     grads = [size * np.asarray(leaf) for leaf in shown.leaves]
     params = None if shown.params is None else list(map(np.asarray, shown.params))
     both = grads, uc.clip(grads, shown.rule, params)[0]
@@ -79,13 +77,13 @@ def run(shown: Example, size: float) -> list[list[np.ndarray]]:
 
 
 def factor(factors: np.ndarray) -> str:
-    """Return what the entries of a part were multiplied by, if that is one number."""
+    """Return the factor of the elements of a block, if it is a single one."""
     if np.ptp(factors) > 1e-6:  # noqa: PLR2004 - rounding
         return ""
     return "kept" if factors[0] == 1 else f"{factors[0]:.2g} times"
 
 
-# Rules that learn: norms before and after, and the limit, step by step.
+# Stateful rules: norms before and after, and the limit, step by step.
 
 
 SPIKES = {50: 8.0, 120: 100.0, 250: 6.0, 251: 6.0, 252: 6.0}
@@ -96,7 +94,7 @@ WRITTEN = {50: "8x", MISSING: "NaN", 120: "100x", SHIFT: "doubled", 251: "6x"}
 def trace(rule: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
     """Run a rule on synthetic norms.
 
-    Return these, the norms after, what it clips above, and what that is called.
+    Return these, the norms after, the thresholds, and the name of the thresholds.
     """
     norms = np.random.default_rng(4).lognormal(0.0, 0.2, LENGTH)
     norms[SHIFT:] *= 2
@@ -112,7 +110,7 @@ def trace(rule: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
 
 
 def over_time(name: str, *, small: bool) -> Figure:
-    """Draw the norms before and after a rule that learns, its limit, and which steps it clips."""
+    """Draw the norms before and after a stateful rule, its limit, and the clipped steps."""
     before, after, bound, text = trace(made(name))
     figure = Figure(figsize=CARD if small else (WIDTH, 3.0))
     ax, gone = figure.subplots(), np.flatnonzero(after == 0)

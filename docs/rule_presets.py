@@ -62,7 +62,7 @@ PRESETS = {
 
 
 def made(name: str) -> Any:
-    """Return a preset with its defaults, and with the arguments of `PRESETS` for what has none."""
+    """Return a preset with its defaults, and the arguments of `PRESETS` for the others."""
     return getattr(uc, name)(*PRESETS[name].arguments)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A word that people search for leads first to the page about it, though others have it, too."""
+"""Search words, each with the page that the search must show first."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ WORDS = {
     "what-happened-at-step-n": ["spike", "loss spike"],
     "write-your-own-rule": ["custom rule"],
 }
-"""The pages, and the words that find them first; ``check_pages.py`` searches for each."""
+"""The pages with their words; ``check_pages.py`` searches for each."""
 
 
 def add_words(app: Any, page: str, source: list[str]) -> None:  # noqa: ARG001 - the signature of the event
-    """Begin a page with its words as entries of the index,
-    which the search ranks before titles and text.
-    """
+    """Add the words of a page to its index, which the search ranks before titles and text."""
     if page in WORDS:
         entries = ", ".join(f"! {word}" for word in WORDS[page])
         source[0] = f"```{{index}} {entries}\n```\n\n{source[0]}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A recurrent network whose gradients explode, and the one line that lets it learn all the same.
+"""A recurrent network whose gradients explode, and the one line that lets it learn.
 
 A plain RNN reads scikit-learn's handwritten digits two pixels at a time, 32 times in a row. All
 singular values of its recurrent matrix start at 1.25, its learning rate at 1: soon one gradient is
-enormous, one step throws the weights away, and the loss is NaN (or stays at chance, all units
+enormous, one step destroys the weights, and the loss is NaN (or stays at chance, with all units
 dead). With the line marked THE CLIP in `make_step`, the same for all four frameworks, the same
 network learns to read. Needs ``pip install "uniclip-gradients[demo]"``.
 """
@@ -28,44 +28,51 @@ from tqdm import tqdm
 import uniclip as uc
 from uniclip import insight
 
-LENGTH, WIDTH, HIDDEN, CLASSES = 32, 2, 64, 10  # 64 pixels as a sequence of 32 pairs
+# The 64 pixels form a sequence of 32 pairs.
+LENGTH, WIDTH, HIDDEN, CLASSES = 32, 2, 64, 10
 # The other 397 images are for testing.
 SINGULAR_VALUE, LEARNING_RATE, BATCH, TRAINING = 1.25, 1.0, 64, 1400
-STEPS, MAX_NORM, ENOUGH = 3000, 0.1, 0.9  # enough test accuracy
+# ENOUGH is the required test accuracy.
+STEPS, MAX_NORM, ENOUGH = 3000, 0.1, 0.9
 # Steps, and the largest relative difference between the frameworks' losses.
 COMPARED, TOLERANCE = 100, 1e-3
-LOOKS = ("r-", "C0-", "C1-", "k-", "y:")  # unclipped; clipped, each narrower than the one below it
+# Unclipped, then clipped, each narrower than the one below it.
+LOOKS = ("r-", "C0-", "C1-", "k-", "y:")
 
 Params: TypeAlias = dict[str, Any]
 Step: TypeAlias = Callable[..., tuple[Params, Any, Any]]
-# Images, labels, start, batches: for all the same.
+# Images, labels, start and batches, the same for all frameworks.
 Task: TypeAlias = tuple[np.ndarray, np.ndarray, Params, np.ndarray]
 relu = partial(np.maximum, 0)
 
 
 class Framework(NamedTuple):
-    """What differs between the frameworks; all else in this file serves the four of them."""
+    """The operations that differ between frameworks; all other code here is shared."""
 
-    array: Callable[[Any], Any]  # a NumPy array as the framework's own
-    compile: Callable[[Step], Step]  # makes a step fast
+    # Converts a NumPy array to the framework's own.
+    array: Callable[[Any], Any]
+    # Compiles a step.
+    compile: Callable[[Step], Step]
     loss_and_grads: Callable[[Params, Any, Any], tuple[Any, Params]]
 
 
 class Run(NamedTuple):
-    """What one training did."""
+    """The results of one training."""
 
     label: str
     losses: list[float]
     norms: list[float]
-    failed: bool  # the loss is no number any more
+    # True once the loss is not finite.
+    failed: bool
     final_loss: str
     accuracy: float
-    clipped: float  # share of the steps
+    # The share of clipped steps.
+    clipped: float
     seconds: float
 
 
 def make_step(framework: Framework, max_norm: float) -> Step:
-    """Return one step of gradient descent, the usual one but for the marked line."""
+    """Return one step of gradient descent, the usual one except for the marked line."""
 
     def step(params: Params, images: Any, labels: Any, rate: Any) -> tuple[Params, Any, Any]:
         loss, grads = framework.loss_and_grads(params, images, labels)
@@ -78,9 +85,9 @@ def make_step(framework: Framework, max_norm: float) -> Step:
 def train(
     name: str, framework: Framework, task: Task, max_norm: float, path: Path | None = None
 ) -> Run:
-    """Train until the batches end or the loss is no number any more; ``math.inf`` does not clip.
+    """Train until the batches end or the loss is not finite; ``math.inf`` does not clip.
 
-    What clipping did is recorded in a file, if there is a path.
+    The reports are recorded in a file, if there is a path.
     """
     began, (images, labels, start, batches) = time.perf_counter(), task
     step, array = make_step(framework, max_norm), framework.array
@@ -123,9 +130,9 @@ def train(
 
 
 def make_task(seed: int, steps: int) -> Task:
-    """Shuffle the digits, draw a start and batches.
+    """Shuffle the digits, and draw a start and batches.
 
-    All float64, since exploding gradients amplify rounding too.
+    All are float64, since exploding gradients amplify rounding errors, too.
     """
     rng, digits = np.random.default_rng(seed), load_digits()
     order = rng.permutation(len(digits.target))
@@ -147,7 +154,7 @@ def forward(p: Params, images: Any, relu: Callable[[Any], Any]) -> tuple[list[An
 
 
 def use_numpy() -> Framework:
-    """NumPy: the gradients by hand, back through time."""
+    """Use NumPy: gradients by hand, through time."""
 
     def loss_and_grads(p: Params, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Params]:
         hidden, scores = forward(p, images, relu)
@@ -161,7 +168,7 @@ def use_numpy() -> Framework:
             grads["in"] += images[t].T @ d_sum
             if t > 0:
                 grads["recurrent"] += hidden[t - 1].T @ d_sum
-                # 31 times the same matrix: this is what explodes
+                # The same matrix 31 times: this product explodes.
                 d_hidden = d_sum @ p["recurrent"].T
         return -np.mean(np.sum(logs * right, axis=1)), grads
 
@@ -169,7 +176,7 @@ def use_numpy() -> Framework:
 
 
 def use_torch() -> Framework:
-    """PyTorch: autograd."""
+    """Use PyTorch's autograd."""
     import torch
 
     # The matrices are so small that threads would only wait for each other.
@@ -184,7 +191,7 @@ def use_torch() -> Framework:
 
 
 def use_tensorflow() -> Framework:
-    """TensorFlow: a gradient tape, compiled by ``tf.function``."""
+    """Use TensorFlow's gradient tape, compiled by ``tf.function``."""
     os.environ.update({"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"} | os.environ)
     import tensorflow as tf
 
@@ -199,7 +206,7 @@ def use_tensorflow() -> Framework:
 
 
 def use_jax() -> Framework:
-    """JAX: a transformed function, compiled by ``jax.jit``."""
+    """Use JAX's gradients, compiled by ``jax.jit``."""
     import jax
 
     jax.config.update("jax_enable_x64", val=True)
@@ -231,9 +238,7 @@ def print_table(runs: list[Run]) -> None:
 
 
 def points(run: Run, values: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return what to draw: all of a failed run, else means over bins evenly wide on the axis of
-    the steps.
-    """
+    """Return the points to draw: all of a failed run, else means over bins of equal width."""
     edges = np.unique(
         range(1, len(values) + 2)
         if run.failed
@@ -316,9 +321,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> str | None:
-    """Train without and with the clip, show both,
-    check the clipped runs and return what is wrong.
-    """
+    """Train without and with the clip, show both, and return any fault of the clipped runs."""
     arguments, failures = parse_arguments(), []
     names = list(FRAMEWORKS) if arguments.framework == "all" else [arguments.framework]
     try:

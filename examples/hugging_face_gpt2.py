@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The Trainer of Hugging Face with any rule of uniclip: one callback,
-here for a rule that finds its limit by itself.
+"""Hugging Face's Trainer with any rule of uniclip: one callback, here with an adaptive limit.
 
 A tiny GPT-2, made from a config, learns to continue this repository's README character by
-character; nothing is downloaded. Each epoch shows what the callback has added to the Trainer's log:
-the norm and the limit of its last step, and the share of its steps that were clipped. Needs
+character; nothing is downloaded. Each epoch prints the values that the callback added to the
+Trainer's log: the norm and the limit of its last step, and the share of its clipped steps. Needs
 ``pip install "uniclip-gradients[demo]" "transformers[torch]"``.
 """
 
@@ -26,16 +25,16 @@ SHOWN = ("loss", "clip/norm", "clip/limit", "clip/share")
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Pieces of a text, each begun half a piece after the one before.
+    """Overlapping pieces of a text, each starting half a piece after the one before.
 
-    A character is its number in ASCII.
+    Characters are ASCII codes.
     """
 
     def __init__(self, text: str) -> None:
         self.codes = torch.tensor(list(text.encode("ascii", errors="replace")))
 
     def __len__(self) -> int:
-        """Count the pieces."""
+        """Return the number of pieces."""
         return 2 * len(self.codes) // LENGTH - 1
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -45,7 +44,7 @@ class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def make_model() -> GPT2LMHeadModel:
-    """Make a GPT-2 of 0.1 million parameters, drawn at random."""
+    """Return a random GPT-2 of 0.1 million parameters."""
     torch.manual_seed(0)
     size = {
         "n_layer": 2,
@@ -58,7 +57,7 @@ def make_model() -> GPT2LMHeadModel:
 
 
 def train(folder: str) -> list[dict[str, float]]:
-    """Train, and return what was logged in each epoch."""
+    """Train, and return the logged values of each epoch."""
     arguments = TrainingArguments(
         folder,
         num_train_epochs=EPOCHS,
@@ -81,7 +80,7 @@ def train(folder: str) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Train, show what was logged, and fail if the loss did not fall."""
+    """Train, print the logged values, and fail if the loss did not fall."""
     # The matrices are so small that threads would only wait for each other.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

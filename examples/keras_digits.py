@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A small Keras network that reads scikit-learn's handwritten digits with clipped gradients,
-on each Keras backend.
+"""A small Keras network that reads handwritten digits with clipped gradients, on each backend.
 
-The optimizer is wrapped once, the rule learns its limit from earlier norms, and ``LogClipping``
-adds what it did to the logs of each epoch. Halfway the model is saved, loaded and trained on: the
-rule goes on where it was. Needs ``pip install "uniclip-gradients[demo]" keras`` and TensorFlow, JAX
-or PyTorch.
+The optimizer is wrapped once, the rule adapts its limit to earlier norms, and ``LogClipping`` adds
+its results to the logs of each epoch. Halfway the model is saved, loaded and trained further: the
+rule continues from its state. Needs ``pip install "uniclip-gradients[demo]" keras`` and TensorFlow,
+JAX or PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import uniclip as uc
 
 BACKENDS = ("tensorflow", "jax", "torch")
 COLUMNS = ("loss", "clip/norm", "clip/limit", "clip/share")
-# The first learns, the second caps its limit.
+# The first rule adapts, the second one caps its limit.
 RULE = uc.chain(uc.autoclip(90, window=100), uc.by_global_norm(5.0))
 
 
@@ -45,7 +44,7 @@ def build(seed: int) -> Any:
 
 
 def fit(model: Any, first: int, last: int) -> list[dict[str, float]]:
-    """Train from one epoch to another, and return what each logged."""
+    """Train from one epoch to another, and return the logs of each."""
     from uniclip.integrations.keras import LogClipping
 
     images, labels = load_digits(return_X_y=True)
@@ -55,9 +54,7 @@ def fit(model: Any, first: int, last: int) -> list[dict[str, float]]:
 
 
 def save_and_load(model: Any) -> Any:
-    """Return the model as it comes back from a file: with weights,
-    moments and the state of the rule.
-    """
+    """Return the model after a round trip through a file, with optimizer and rule states."""
     import keras
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +64,7 @@ def save_and_load(model: Any) -> Any:
 
 
 def run(epochs: int, seed: int) -> str | None:
-    """Train on the backend that is chosen, print a table, and return what is wrong."""
+    """Train on the chosen backend, print a table, and return any fault."""
     import keras
 
     name, half = keras.backend.backend(), epochs // 2
@@ -86,7 +83,7 @@ def run(epochs: int, seed: int) -> str | None:
 
 
 def run_all(epochs: int, seed: int) -> str | None:
-    """Run each backend in a process of its own: Keras has one."""
+    """Run each backend in a process of its own, since Keras allows one in a process."""
     options = ["--epochs", str(epochs), "--seed", str(seed)]
     commands = [[sys.executable, __file__, "--backend", name, *options] for name in BACKENDS]
     failed = [command[3] for command in commands if subprocess.run(command, check=False).returncode]  # noqa: S603 - this very file
@@ -94,7 +91,7 @@ def run_all(epochs: int, seed: int) -> str | None:
 
 
 def main() -> str | None:
-    """Train as the command line says."""
+    """Train as the command line asks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -110,7 +107,8 @@ def main() -> str | None:
     arguments = parser.parse_args()
     if arguments.backend == "all":
         return run_all(arguments.epochs, arguments.seed)
-    os.environ["KERAS_BACKEND"] = arguments.backend  # before Keras is imported
+    # Keras reads the variable when it is imported.
+    os.environ["KERAS_BACKEND"] = arguments.backend
     return run(arguments.epochs, arguments.seed)
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Lightning's Trainer with any rule of uniclip: one callback,
-here for a rule that finds its limit by itself.
+"""Lightning's Trainer with any rule of uniclip: one callback, here with an adaptive limit.
 
-A recurrent network reads scikit-learn's handwritten digits row by row. Each epoch shows what the
-callback has logged: the norm and the limit of its last step, and the share of its steps that were
-clipped. Needs ``pip install "uniclip-gradients[demo]" lightning``.
+A recurrent network reads scikit-learn's handwritten digits row by row. Each epoch prints the values
+that the callback has logged: the norm and the limit of its last step, and the share of its clipped
+steps. Needs ``pip install "uniclip-gradients[demo]" lightning``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SHOWN = ("loss", "clip/norm", "clip/limit", "clip/share")
 
 
 class Reader(LightningModule):
-    """An LSTM that reads the eight rows of an image; nothing in here knows of clipping."""
+    """An LSTM that reads the eight rows of an image; its code does not mention clipping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +42,11 @@ class Reader(LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        """Keep what this epoch has logged."""
+        """Store the logged values of this epoch."""
         self.rows.append([float(self.trainer.callback_metrics[name]) for name in SHOWN])
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizer."""
+        """Return the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
 
 
@@ -60,14 +59,14 @@ def load_batches() -> Any:
 
 
 def be_quiet() -> None:
-    """Leave out what Lightning says about this machine and about data loaders of many processes."""
+    """Silence Lightning's advice about this machine and about data loaders with many processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
 
 
 def main() -> None:
-    """Train, show what was logged, and fail if the loss did not fall."""
+    """Train, print the logged values, and fail if the loss did not fall."""
     be_quiet()
     # The matrices are so small that threads would only wait for each other.
     torch.set_num_threads(1)
@@ -77,7 +76,8 @@ def main() -> None:
         callbacks=[ClipGradients(uc.autoclip(percentile=75))],  # the one line
         max_epochs=EPOCHS,
         accelerator="cpu",
-        logger=False,  # any other gets the same numbers
+        # Any other logger gets the same values.
+        logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
     )

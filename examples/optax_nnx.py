@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Clip by a rule that learns its limit, in optax, with a network of Flax NNX.
+"""Clip by a rule with an adaptive limit, in optax, with a network of Flax NNX.
 
-A small convolutional network reads scikit-learn's handwritten digits; one batch in twenty has any
-labels, and a larger gradient than the others. The rule allows no norm above the 90th percentile of
-the last hundred; its memory is a part of the optimizer's state. Needs
-``pip install "uniclip-gradients[demo]" flax optax``.
+A small convolutional network reads scikit-learn's handwritten digits; one batch in twenty has
+random labels, and a larger gradient than the others. The rule limits norms to the 90th percentile
+of the last hundred; its state is a part of the optimizer's state. Needs ``pip install
+"uniclip-gradients[demo]" flax optax``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import uniclip as uc
 from uniclip.integrations.optax import scalars, to_optax
 
 EPOCHS, BATCH = 5, 64
-SPOILED = 0.05  # share of the batches that have any labels
+# The share of batches with random labels.
+SPOILED = 0.05
 
 
 class Network(nnx.Module):
@@ -66,7 +67,7 @@ def batches(rng: np.random.Generator) -> list[tuple[Any, Any]]:
 
 
 def main() -> str | None:
-    """Train, show each epoch, and return what is wrong."""
+    """Train, print each epoch, and return any fault."""
     rng, model = np.random.default_rng(0), Network(nnx.Rngs(0))
     clip = to_optax(uc.autoclip(90, window=100))  # the one line
     optimizer = nnx.Optimizer(model, optax.chain(clip, optax.adam(3e-3)), wrt=nnx.Param)
@@ -77,7 +78,7 @@ def main() -> str | None:
             train_step(model, optimizer, *batch)
             for batch in tqdm(batches(rng), f"epoch {epoch}", leave=False)
         ]
-        # Read to the host once an epoch.
+        # The host reads the values once an epoch.
         mean = {name: np.mean([step[name] for step in seen]) for name in seen[0]}
         losses.append(mean["loss"])
         row = [mean[name] for name in ("loss", "clip/norm", "clip/limit", "clip/share")]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""A small transformer in a pipeline of two stages, each split by FSDP2:
-one line clips by the norm of the whole model.
+"""A small transformer in a pipeline of two FSDP2 stages: one line clips by the global norm.
 
-Four processes on the CPU, two stages x two parts; it reads LICENSE character by character. The
-gradients of a stage are parts of its parameters (DTensors, which uniclip joins by themselves), and
-a stage has a part of the layers, which ``all_reduce=mesh["pp"]`` joins. It trains the same model in
-one process, too, prints both losses, and exits with 1 if they differ. Needs
-``pip install uniclip-gradients torch``, and starts by itself, or by torchrun::
+Four processes on the CPU, two stages x two shards; it reads LICENSE character by character. The
+gradients of a stage are sharded (DTensors, which uniclip reduces by itself), and a stage has only
+some of the layers, which ``all_reduce=mesh["pp"]`` joins. It also trains the same model in one
+process, prints both losses, and exits with 1 if they differ. Needs ``pip install uniclip-gradients
+torch``, and starts by itself, or with torchrun::
 
     torchrun --nproc-per-node 4 examples/pipeline_fsdp2.py
 """
@@ -35,8 +34,8 @@ RULE = uc.by_global_norm(0.5)
 
 
 class Stage(nn.Module):
-    """Some blocks of a transformer: the first one also reads characters,
-    the last one also guesses the next ones.
+    """Some transformer blocks: the first stage embeds characters, the last predicts the next
+    one.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Stage(nn.Module):
         self.embedding, self.blocks, self.head = embedding, nn.ModuleDict(blocks), head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the next stage reads, or a score for each character, at each place."""
+        """Return the input of the next stage, or a score for each character, at each position."""
         x = x if self.embedding is None else self.embedding(x)
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         for block in self.blocks.values():
@@ -55,9 +54,9 @@ class Stage(nn.Module):
 
 
 def stage_of(letters: int, number: int, count: int) -> Stage:
-    """Return one of so many stages.
+    """Return one of the stages.
 
-    Each process draws all of them, so that the weights are those of the whole.
+    Each process draws all of them, so that the weights are those of the whole model.
     """
     torch.manual_seed(0)
     embedding = nn.Embedding(letters, WIDTH)
@@ -78,7 +77,7 @@ def loss_of(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def batches() -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return how many characters there are, and the same passages of the text in every process."""
+    """Return the number of characters, and the same passages of the text in every process."""
     letters = TEXT.read_text(encoding="utf-8")
     alphabet = sorted(set(letters))
     text = torch.tensor([alphabet.index(letter) for letter in letters])
@@ -106,7 +105,7 @@ def in_one_process() -> list[float]:
 
 
 def in_a_pipeline(mesh: DeviceMesh) -> list[float]:
-    """Train one stage, split by FSDP2, and return the losses; only the last stage has them."""
+    """Train one stage with FSDP2, and return the losses, which only the last stage has."""
     letters, data = batches()
     number, last = mesh["pp"].get_local_rank(), mesh["pp"].get_local_rank() == STAGES - 1
     module = stage_of(letters, number, STAGES)
@@ -147,7 +146,7 @@ def in_a_pipeline(mesh: DeviceMesh) -> list[float]:
 
 
 def main() -> None:
-    """Train in both ways, and compare."""
+    """Train in both ways, and compare the losses."""
     warnings.filterwarnings("ignore", ".*nested tensors.*|.*returned a view tensor.*")
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""A training run that is interrupted and resumed,
-and does bit for bit what it would have done otherwise.
+"""A training run that is interrupted and resumed, with bitwise the same losses.
 
-A small network reads scikit-learn's handwritten digits; one batch in twenty is spoiled, with any
-labels. The rule that clips remembers: no norm may be above the 90th percentile of the last hundred.
-So a checkpoint has to hold the rule's memory beside weights and momentum. Each framework trains
-whole, then stops halfway and saves, then goes on in a new process; the losses have to be equal bit
-by bit. Last it goes on without the rule's memory: those losses differ. Needs
-``pip install "uniclip-gradients[demo]"`` and PyTorch, or JAX and flax.
+A small network reads scikit-learn's handwritten digits; one batch in twenty has random labels. The
+rule is stateful: it limits norms to the 90th percentile of the last hundred. A checkpoint thus
+needs the rule's state besides weights and momentum. Each framework trains without interruption, then
+stops halfway and saves, then resumes in a new process; the losses must be equal bit for bit. Last
+it resumes without the rule's state: those losses differ. Needs ``pip install
+"uniclip-gradients[demo]"`` and PyTorch, or JAX and flax.
 """
 
 from __future__ import annotations
@@ -29,22 +28,25 @@ from tqdm import tqdm
 
 import uniclip as uc
 
-HIDDEN, CLASSES, BATCH = 64, 10, 32  # the images have 64 pixels
+# The images have 64 pixels.
+HIDDEN, CLASSES, BATCH = 64, 10, 32
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
-SPOILED = 0.05  # share of the batches that have any labels
-# The first remembers, the second caps its limit.
+# The share of batches with random labels.
+SPOILED = 0.05
+# The first rule is stateful, the second one caps its limit.
 RULE = uc.chain(uc.autoclip(90, window=100), uc.by_global_norm(5.0))
 
 Batch: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 class Part(NamedTuple):
-    """Which steps are taken, and from and to which checkpoint."""
+    """The steps to take, and the checkpoints to load and to save."""
 
     steps: range
     load: Path | None = None
     save: Path | None = None
-    forget: bool = False  # the rule's memory
+    # Discards the rule's state.
+    forget: bool = False
 
 
 Train: TypeAlias = Callable[
@@ -63,7 +65,7 @@ def make_start(seed: int) -> dict[str, np.ndarray]:
 
 
 def draw_batch(digits: Any, seed: int, step: int) -> Batch:
-    """Draw the batch of a step; it depends on nothing else, so that a run can begin anywhere."""
+    """Return the batch of a step, a function of seed and step, so that a run can start anywhere."""
     rng = np.random.default_rng((seed, step))
     chosen = rng.integers(len(digits.target), size=BATCH)
     labels = rng.integers(CLASSES, size=BATCH) if rng.random() < SPOILED else digits.target[chosen]
@@ -73,8 +75,9 @@ def draw_batch(digits: Any, seed: int, step: int) -> Batch:
 def train_torch(
     start: dict[str, np.ndarray], batch: Callable[[int], Batch], part: Part
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """PyTorch: a `uniclip.Clipper` in an eager loop,
-    saved by ``torch.save`` as any other state_dict.
+    """Train with PyTorch: a `uniclip.Clipper` in an eager loop.
+
+    It is saved by ``torch.save`` like any other state_dict.
     """
     import torch
 
@@ -86,13 +89,13 @@ def train_torch(
     optimizer = torch.optim.SGD(params.values(), lr=LEARNING_RATE, momentum=MOMENTUM)
     clipper = uc.Clipper(RULE)
     if part.load:
-        saved = torch.load(part.load)  # with weights_only, the default
+        saved = torch.load(part.load)  # weights_only is the default
         optimizer.load_state_dict(saved["optimizer"])
         with torch.no_grad():
             for name, value in saved["params"].items():
                 params[name].copy_(value)
         if not part.forget:
-            clipper.load_state_dict(saved["clipper"])  # <-- THE MEMORY
+            clipper.load_state_dict(saved["clipper"])  # <-- THE STATE
     for step in part.steps:
         images, labels = map(torch.from_numpy, batch(step))
         optimizer.zero_grad()
@@ -108,15 +111,15 @@ def train_torch(
             "params": {name: p.detach() for name, p in params.items()},
             "optimizer": optimizer.state_dict(),
         }
-        torch.save({**checkpoint, "clipper": clipper.state_dict()}, part.save)  # <-- THE MEMORY
+        torch.save({**checkpoint, "clipper": clipper.state_dict()}, part.save)  # <-- THE STATE
 
 
 def train_jax(
     start: dict[str, np.ndarray], batch: Callable[[int], Batch], part: Part
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """JAX: the pure form inside of ``jax.jit``.
+    """Train with JAX: the pure form inside of ``jax.jit``.
 
-    The rule's memory is one more tree of arrays, saved by flax.
+    The rule's state is another tree of arrays, saved by flax.
     """
     import jax
     from flax import serialization
@@ -142,12 +145,12 @@ def train_jax(
     }
     if part.load:
         saved = serialization.from_bytes(now, part.load.read_bytes())
-        now = {**saved, "clip": now["clip"]} if part.forget else saved  # <-- THE MEMORY
+        now = {**saved, "clip": now["clip"]} if part.forget else saved  # <-- THE STATE
     for step in part.steps:
         now, seen = train_step(now, *batch(step))
         yield seen
     if part.save:
-        part.save.write_bytes(serialization.to_bytes(now))  # <-- THE MEMORY
+        part.save.write_bytes(serialization.to_bytes(now))  # <-- THE STATE
 
 
 FRAMEWORKS: dict[str, Train] = {"torch": train_torch, "jax": train_jax}
@@ -156,7 +159,7 @@ FRAMEWORKS: dict[str, Train] = {"torch": train_torch, "jax": train_jax}
 def run(name: str, seed: int, part: Part, label: str) -> np.ndarray:
     """Train for some steps.
 
-    Return their losses, norms and limits as float32, bit for bit as they were.
+    Return their losses, norms and limits as float32.
     """
     batch = partial(draw_batch, load_digits(), seed)
     with tqdm(
@@ -169,7 +172,7 @@ def run(name: str, seed: int, part: Part, label: str) -> np.ndarray:
 
 
 def resume(name: str, seed: int, rest: Part) -> dict[str, np.ndarray]:
-    """Go on from a checkpoint, with the memory and without."""
+    """Resume from a checkpoint, with the rule's state and without."""
     return {
         "resumed": run(name, seed, rest, f"{name}, resumed"),
         "forgetful": run(name, seed, rest._replace(forget=True), f"{name}, resumed without memory"),
@@ -177,7 +180,7 @@ def resume(name: str, seed: int, rest: Part) -> dict[str, np.ndarray]:
 
 
 def resume_in_new_process(name: str, seed: int, rest: Part) -> dict[str, np.ndarray]:
-    """Do as `resume` does in a Python that knows nothing but the checkpoint."""
+    """Call `resume` in a new Python process, which has only the checkpoint."""
     answer = f"{rest.load}.npz"
     resumed = [str(rest.steps.start), str(rest.steps.stop), str(rest.load), answer]
     command = [
@@ -197,7 +200,7 @@ def resume_in_new_process(name: str, seed: int, rest: Part) -> dict[str, np.ndar
 def compare(
     name: str, seed: int, steps: int, folder: Path
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Train whole, interrupted and resumed; return what was seen, and what is wrong."""
+    """Train uninterrupted, interrupted and resumed; return the results and the faults."""
     stop, checkpoint = steps // 2, folder / f"{name}.checkpoint"
     seen = {
         "whole": run(name, seed, Part(range(steps)), f"{name}, whole"),
@@ -225,7 +228,7 @@ def compare(
 
 
 def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
-    """Draw losses, and norms with their limits, step by step, with the point of interruption."""
+    """Draw losses, and norms with their limits, step by step, with the interruption."""
     plt.switch_backend("Agg")
     figure, panels = plt.subplots(
         2,
@@ -302,7 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--out", type=Path, default=Path("resume_training.png"), help="where to write the picture"
     )
-    # for the new process: from, to, checkpoint, answer
+    # The arguments of the new process: from, to, checkpoint, result.
     option("--resume", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps < 100:
@@ -311,7 +314,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> str | None:
-    """Train as the command line says, show what happened, and return what is wrong."""
+    """Train as the command line asks, print the results, and return any fault."""
     arguments, results, failures = parse_arguments(), {}, []
     if arguments.resume:
         first, last, checkpoint, answer = arguments.resume

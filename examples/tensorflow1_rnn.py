@@ -3,9 +3,9 @@
 
 It learns the text of this repository's license, character by character, in sequences of 60. The
 recurrent weights and the learning rate are large, so gradients grow from character to character:
-without clipping the first steps ruin the network. The same network is trained without the line and
-with it, and goes on in a new graph from a checkpoint. Exits with 1 if the loss does not fall. Needs
-``pip install "uniclip-gradients[demo]"`` and TensorFlow.
+without clipping the first steps destroy the network. The same network is trained without the line
+and with it, and resumes in a new graph from a checkpoint. Exits with 1 if the loss does not fall.
+Needs ``pip install "uniclip-gradients[demo]"`` and TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ LETTERS = sorted(set(TEXT))
 NUMBERS = np.asarray([LETTERS.index(letter) for letter in TEXT])
 HIDDEN, LENGTH, BATCH = 64, 60, 16
 LEARNING_RATE, CLIP_NORM = 4.0, 0.25
-STEPS = 50  # of an epoch
+# The steps of an epoch.
+STEPS = 50
 
 
 class Network(NamedTuple):
-    """What is run in a session."""
+    """The tensors and operations that a session runs."""
 
     letters: Any
     loss: Any
@@ -42,7 +43,7 @@ class Network(NamedTuple):
 
 
 def weights(name: str, rows: int, columns: int, gain: float) -> Any:
-    """Make a variable of random numbers, by its name the same in each graph."""
+    """Return a variable of random numbers, which its name determines."""
     rng = np.random.default_rng(list(name.encode()))
     return tf1.get_variable(
         name, initializer=np.float32(gain * rng.normal(size=(rows, columns)) / math.sqrt(rows))
@@ -50,7 +51,7 @@ def weights(name: str, rows: int, columns: int, gain: float) -> Any:
 
 
 def loss_of(letters: Any) -> Any:
-    """Return the mean loss per letter of a recurrent network that guesses the next one."""
+    """Return the mean loss per letter of a recurrent network that predicts the next one."""
     w_in = weights("rnn/in", len(LETTERS), HIDDEN, math.sqrt(len(LETTERS)))
     w_state, w_out = (
         weights("rnn/state", HIDDEN, HIDDEN, 1.5),
@@ -73,13 +74,13 @@ def build(*, clip: bool) -> Network:
     if clip:
         optimizer = clip_gradients_by_norm(optimizer, CLIP_NORM)  # the one line
     else:
-        optimizer = ClippedOptimizer(optimizer, uc.by_global_norm(math.inf))  # which only measures
+        optimizer = ClippedOptimizer(optimizer, uc.by_global_norm(math.inf))  # measures only
     train = optimizer.minimize(loss, global_step=tf1.train.get_or_create_global_step())
     return Network(letters, loss, train, optimizer.scalars())
 
 
 def batch(step: int) -> np.ndarray:
-    """Return the letters of a step, which depend on nothing else."""
+    """Return the letters of a step, a function of the step only."""
     first = np.random.default_rng(step).integers(len(NUMBERS) - LENGTH, size=(BATCH, 1))
     return NUMBERS[first + np.arange(LENGTH + 1)]
 
@@ -89,7 +90,7 @@ def run(
 ) -> np.ndarray:
     """Train in a new graph, from a checkpoint or from the start.
 
-    Print each epoch and return the losses.
+    Print each epoch, and return the losses.
     """
     print(f"\n{label}\nepoch    loss  clip/norm (largest)  clip/limit  clip/share")
     losses = []
@@ -119,7 +120,7 @@ def run(
 
 
 def main() -> str | None:
-    """Train three times; return what is wrong."""
+    """Train three times, and return any fault."""
     run("without clipping", range(2), clip=False)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = f"{folder}/model"

@@ -2,9 +2,9 @@
 """A recurrent network learns to write a license: PyTorch, mixed precision, and one line that clips.
 
 It reads LICENSE character by character, under CPU autocast to bfloat16 and with a GradScaler.
-`attach` is all that uniclip asks for: the norms are those of the unscaled gradients, and the limit
-is learned (no norm may be above the 75th percentile of the last fifty). Prints a table, and exits
-with 1 if the loss did not fall. Needs ``pip install "uniclip-gradients[demo]" torch``.
+`attach` is the whole integration: the norms are those of the unscaled gradients, and the limit is
+adaptive (the 75th percentile of the last fifty norms). Prints a table, and exits with 1 if the loss
+did not fall. Needs ``pip install "uniclip-gradients[demo]" torch``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPOCHS, STEPS, BATCH, LENGTH, HIDDEN = 6, 25, 16, 48, 96
 
 
 class Writer(torch.nn.Module):
-    """Guess the next character from those before."""
+    """A model that predicts the next character."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -33,20 +33,21 @@ class Writer(torch.nn.Module):
         self.head = torch.nn.Linear(HIDDEN, characters)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return a score for each character, at each place."""
-        with torch.autocast("cpu", enabled=False):  # not every CPU has an LSTM in bfloat16
+        """Return a score for each character, at each position."""
+        # Some CPUs have no LSTM in bfloat16.
+        with torch.autocast("cpu", enabled=False):
             read, _ = self.lstm(self.embedding(text))
         return self.head(read)
 
 
 def draw(text: torch.Tensor) -> torch.Tensor:
-    """Draw passages of the text, each one character longer than what is read."""
+    """Return random passages of the text, each one character longer than the input."""
     starts = torch.randint(len(text) - LENGTH, (BATCH, 1))
     return text[starts + torch.arange(LENGTH + 1)]
 
 
 def main() -> None:
-    """Train, and print what was clipped."""
+    """Train, and print the clipped steps."""
     torch.manual_seed(0)
     # The matrices are so small that threads would only wait for each other.
     torch.set_num_threads(1)
@@ -74,8 +75,10 @@ def main() -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            if handle.report is not None:  # the scaler may skip the first steps
-                seen.append({"loss": loss.detach(), **handle.scalars()})  # nothing is read here
+            # The scaler may skip the first steps.
+            if handle.report is not None:
+                # This reads no value from the device.
+                seen.append({"loss": loss.detach(), **handle.scalars()})
         mean = {
             name: torch.stack([step[name].float() for step in seen]).mean().item()
             for name in seen[0]

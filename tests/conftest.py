@@ -1,6 +1,6 @@
-"""Which frameworks a run is for: ``--frameworks numpy,torch``.
+"""Options and fixtures of the suite: ``--frameworks numpy,torch`` selects the frameworks of a run.
 
-What needs another one is left out, and counted so.
+Tests of other frameworks are deselected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = ["kit.cpu"]
 HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
-"""Libraries beside the frameworks: Keras, optax with Flax and Equinox,
-Lightning with Accelerate and Hugging Face.
+"""Libraries besides the frameworks.
+
+They are Keras, optax with Flax and Equinox, and Lightning with Accelerate and Hugging Face.
 """
 APART = ("types", "libraries", "triton")
-"""What is not among all: types; libraries that clip inside, Stable-Baselines3, TRL and timm;
-kernels in Triton's interpreter, in no process with TensorFlow.
+"""Names that ``all`` does not include.
+
+``types`` takes minutes. ``libraries`` are Stable-Baselines3, TRL and timm, which clip inside.
+``triton`` runs kernels in Triton's interpreter, which cannot share a process with TensorFlow.
 """
 NEEDS = {
-    "typed/test_types.py": {"types"},  # with the frameworks installed, mypy takes minutes
+    # With the frameworks installed, mypy takes minutes.
+    "typed/test_types.py": {"types"},
     "libraries/test_libraries.py": {"libraries"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
@@ -48,7 +52,7 @@ NEEDS = {
     "adapters/test_lightning.py": {"trainers"},
     "adapters/test_transformers.py": {"trainers"},
 }
-"""Files that import a library, and which; a run without it does not collect them."""
+"""The libraries that a file imports; it is collected only in a run with all of them."""
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -80,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def chosen(config: pytest.Config) -> set[str]:
-    """Return what a run is for."""
+    """Return the frameworks and libraries of a run."""
     names = set(config.getoption("--frameworks").split(","))
     every = {*EAGER, *ADAPTERS}
     if unknown := names - every - {"all", *APART}:
@@ -93,7 +97,7 @@ def chosen(config: pytest.Config) -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Explain the markers, and choose Keras' backend before anything imports Keras."""
+    """Register the markers, and set Keras' backend before anything imports Keras."""
     config.addinivalue_line(
         "markers", "needs(*names): runs where all of these are in --frameworks, or Keras' backend"
     )
@@ -102,7 +106,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "only(*names): of the frameworks of a run, or of their kinds, those that a test is for",
     )
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
-    if "triton" in chosen(config):  # which reads it when it is imported
+    # Triton reads the variable when it is imported.
+    if "triton" in chosen(config):
         os.environ |= {"TRITON_INTERPRET": "1", "UNICLIP_TRITON": "1"}
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
 
@@ -121,20 +126,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files of libraries that a run is not for."""
+    """Ignore the files of libraries that are not part of a run."""
     name = (
         collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
     )
-    unasked = name in {"test_against_old.py", "test_lane_against_old.py"} and not config.getoption(
-        "--old"
-    )
+    unasked = name in {
+        "test_against_old.py",
+        "test_fast_path_against_old.py",
+    } and not config.getoption("--old")
     return True if unasked or NEEDS.get(name, set()) - chosen(config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each framework of this run (``framework``),
-    or each way in which they compile (``compiler``).
-    """
+    """Parametrize tests by the run's frameworks: eager (``framework``), compiled (``compiler``)."""
     for fixture, ways in (("framework", EAGER), ("compiler", COMPILED)):
         if fixture in metafunc.fixturenames:
             only = metafunc.definition.get_closest_marker("only")
@@ -155,7 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a framework that a run is not for; pytest says how many."""
+    """Deselect tests of frameworks that are not part of a run."""
     here = {*chosen(config), f"keras on {config.getoption('--keras-backend')}"}
     needed = lambda item: {name for mark in item.iter_markers("needs") for name in mark.args}
     left = {item for item in items if needed(item) - here}
@@ -168,21 +172,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def framework(request: pytest.FixtureRequest) -> Iterator[Framework]:
-    """Return a framework as it runs line by line."""
+    """Return a framework as it runs eagerly."""
     with request.param.context():
         yield request.param
 
 
 @pytest.fixture
 def compiler(request: pytest.FixtureRequest) -> Iterator[Framework]:
-    """Return a framework as it compiles code, with what that needs switched on."""
+    """Return a framework as it compiles code, in the modes that it needs."""
     with request.param.context():
         yield request.param
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget() -> Iterator[None]:
-    """Let go of what was compiled for a file of tests, or a worker grows to gigabytes."""
+    """Clear compilation caches after each file, which would grow to gigabytes."""
     yield
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
@@ -192,7 +196,7 @@ def _forget() -> Iterator[None]:
 
 @contextmanager
 def quickly() -> Iterator[None]:
-    """Have XLA leave out most optimizations of machine code, where they take longest."""
+    """Disable most optimizations of machine code by XLA, where they take longest."""
     jax = sys.modules.get("jax")
     if jax:
         jax.config.update("jax_disable_most_optimizations", True)
@@ -203,6 +207,6 @@ def quickly() -> Iterator[None]:
 
 @pytest.fixture
 def _quickly() -> Iterator[None]:
-    """Compile a test's code in this way."""
+    """Compile the code of a test without most optimizations."""
     with quickly():
         yield

@@ -1,5 +1,6 @@
-"""Make the package of an earlier commit importable as ``uniclip_old``:
-``python tests/make_old.py FOLDER``.
+"""Make the package of an earlier commit importable as ``uniclip_old``.
+
+Usage: ``python tests/make_old.py FOLDER``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import tarfile
 from pathlib import Path
 
 COMMIT = "2b4e4216ae5837d612e72ef79e4c7d4eacc34097"
-"""What the package of today is compared with."""
+"""The commit that `test_against_old` compares with."""
 LEFT_OUT = {"insight"}
 SOURCE = "src/uniclip"
 
 
 def make(folder: Path) -> None:
-    """Write the package, without what draws and records, into a folder, under its other name."""
+    """Write the earlier package into a folder under its other name, without its figures."""
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), "archive", COMMIT, SOURCE]
     archived = subprocess.run(command, capture_output=True, check=False)

@@ -1,11 +1,10 @@
-"""Plant random faults in copies of ``src/``, run a command on each, and say how many it notices.
+"""Plant random faults in copies of ``src/``, run a command on each, and count the detected ones.
 
     python tests/mutants.py --count 120 -- pytest -x -q tests/test_contract.py tests/test_fuzz.py
 
-The command is run with ``PYTHONPATH`` at the copy, and notices a fault by failing; first it has to
-pass on the code as it is. A fault gets four times the time of that run. Annotations and the texts
-of errors are left alone. Some faults are equivalent, or choose between two right ways: read the
-survivors.
+The command runs with ``PYTHONPATH`` at the copy, and detects a fault by failing. It must first pass
+on the unchanged code. A run with a fault may take four times as long. Annotations and error texts
+stay unchanged. Some faults are equivalent, or choose between two right ways: read the survivors.
 """
 # ruff: noqa: T201 - a script prints
 
@@ -32,11 +31,11 @@ OTHERS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
     ast.Div: ast.Mult, ast.Pow: ast.Mult,
 }  # fmt: skip
-"""Each operator, and what takes its place."""
+"""The replacement of each operator."""
 
 
 def quiet(tree: ast.AST) -> set[int]:
-    """Return the ids of nodes in annotations and in the texts of errors."""
+    """Return the ids of nodes in annotations and error texts."""
     found: set[int] = set()
     for node in ast.walk(tree):
         match node:
@@ -55,7 +54,7 @@ def quiet(tree: ast.AST) -> set[int]:
 
 
 def faulty(node: ast.AST) -> bool:
-    """Put a fault into a node, if there is one for its kind."""
+    """Put a fault into a node; return False if its type has none."""
     match node:
         case ast.Compare(ops=[first, *rest]) if type(first) in OTHERS:
             node.ops = [OTHERS[type(first)](), *rest]  # type: ignore[list-item]
@@ -71,25 +70,24 @@ def faulty(node: ast.AST) -> bool:
 
 
 def find_files(only: list[str], skip: list[str]) -> list[Path]:
-    """Return the files whose paths, from ``src/`` on,
-    have one of the first parts and none of the others.
-    """
+    """Return the files below ``src/`` with a path in ``only`` and none in ``skip``."""
     paths = {file: file.relative_to(SOURCE).as_posix() for file in sorted(SOURCE.rglob("*.py"))}
     chosen = {file: path for file, path in paths.items() if any(part in path for part in only)}
     return [file for file, path in chosen.items() if not any(part in path for part in skip)]
 
 
 def places(file: Path) -> Iterator[int]:
-    """Yield the numbers of the nodes in which a fault can be planted."""
+    """Yield the indices of the nodes that can get a fault."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    left, nodes = quiet(tree), list(ast.walk(tree))  # listed before any is changed
+    # List the nodes before any of them is changed.
+    left, nodes = quiet(tree), list(ast.walk(tree))
     for number, node in enumerate(nodes):
         if id(node) not in left and faulty(node):
             yield number
 
 
 def planted(file: Path, number: int) -> tuple[str, str]:
-    """Return the text of a file with a fault, and what stood there."""
+    """Return the text of a file with a fault, and a description of the fault."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     node: Any = list(ast.walk(tree))[number]
     before = f"{file.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node).splitlines()[0][:90]}"
@@ -110,7 +108,7 @@ def ended(command: list[str], source: Path, most: float | None = None) -> str:
 
 
 def main() -> int:
-    """Plant faults, and print what becomes of each; return 1 if too few are noticed."""
+    """Plant faults and print the outcome of each; return 1 if too few are detected."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

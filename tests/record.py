@@ -1,11 +1,10 @@
-"""Record what every rule does, so that later versions can be held to it:
-``python tests/record.py`` writes tests/data.
+"""Record the results of every rule, to compare later versions with.
 
-``python tests/record.py files`` writes what each library saves, in tests/data/files;
-`adapters.contract` loads it.
+``python tests/record.py`` writes tests/data. ``python tests/record.py files`` writes the files that
+each library saves into tests/data/files; `adapters.contract` loads them.
 
-Each was run once, and today's results are compared with what it wrote. Run it again only where
-results are meant to change, and say so in the change log.
+Each was run once. Run it again only where results are meant to change, and mention the change in
+the change log.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FLAGS = ("clipped", "finite", "skipped")
 SHOWN = (0, 6, 11)
 """The steps whose clipped gradients are recorded: the first, a spike, the last."""
 STOP = 6
-"""After how many steps the state is saved, from which another clipper goes on."""
+"""The step after which the state is saved; another clipper resumes from it."""
 NOT_NEEDED = (
     "training_args.bin",
     "rng_state.pth",
@@ -39,20 +38,20 @@ NOT_NEEDED = (
     "model.meta",
     "checkpoint",
 )
-"""Files without which a training goes on, and which hold paths, or much else."""
+"""Files that a training does not need, and which contain paths or other clutter."""
 LARGE = 1000
-"""How many entries of a state are too many to record at each step: the histogram of all norms."""
+"""The size of a state that is too large to record at each step: the histogram of all norms."""
 Arrays = dict[str, np.ndarray]
 
 
 def flat(tree: Any) -> np.ndarray:
-    """Return all entries of a tree of arrays as one row; ``None`` has none."""
+    """Return all elements of a tree of arrays as one row; ``None`` has none."""
     parts = [np.asarray(leaf).reshape(-1) for leaf in optree.tree_leaves(tree)]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def row(clipped: Any, report: Any, saved: dict[str, Any]) -> Arrays:
-    """Return what is recorded of one step."""
+    """Return the record of one step."""
     fields = {
         name: flat(getattr(report, name)) for name in ("norms", "limits", "factors", "thresholds")
     }
@@ -65,7 +64,7 @@ def row(clipped: Any, report: Any, saved: dict[str, Any]) -> Arrays:
 
 
 def taken(rule: Any, dtype: str) -> list[Arrays]:
-    """Return what is recorded of the twelve steps of a rule."""
+    """Return the records of the twelve steps of a rule."""
     weights, rows = params(dtype), []
     state = rule.init(weights)
     for grads, loss in zip(steps(dtype), LOSSES, strict=True):
@@ -75,9 +74,9 @@ def taken(rule: Any, dtype: str) -> list[Arrays]:
 
 
 def together(rows: list[Arrays], dtype: str) -> np.ndarray:
-    """Return the rows of all steps as one array of records.
+    """Return the rows of all steps as one structured array.
 
-    Gradients are 0 where they are not recorded.
+    Gradients are 0 at steps where they are not recorded.
     """
     for number in set(range(len(rows))) - set(SHOWN):
         rows[number]["gradients"] = np.zeros_like(rows[number]["gradients"])
@@ -95,7 +94,7 @@ def stopped(uc: ModuleType, rule: Any, dtype: str) -> dict[str, Any]:
 
 
 def write_files(uc: ModuleType) -> None:
-    """Write a file, or some, of each library that has an adapter."""
+    """Write the files of each library that has an integration."""
     os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_USE_LEGACY_KERAS": "0"}
     from adapters import (
         contract,
@@ -127,7 +126,7 @@ def write_files(uc: ModuleType) -> None:
 
 
 def write(uc: ModuleType) -> None:
-    """Write everything."""
+    """Write all recordings."""
     rules = every_rule(uc)
     for dtype in DTYPES:
         np.savez_compressed(

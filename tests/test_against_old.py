@@ -1,7 +1,7 @@
-"""Drawn cases on the package of an earlier commit and on this one, side by side: ``tox -e old``,
-else not collected.
+"""Drawn cases on the package of an earlier commit and on this one, side by side.
 
-Before each step the new one is told what the old one remembers, so that rounding cannot add up.
+The file is collected by ``tox -e old`` only. Before each step the state is copied from the old
+package to the new one, so that rounding errors cannot add up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def old(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 
 def remembered(run: Run) -> dict[str, Any]:
-    """Return what a run remembers as plain numbers."""
+    """Return the state of a run as plain numbers."""
     if run.case.way == "holder":
         return run.clipper.state_dict()
     if run.state is None:
@@ -54,9 +54,9 @@ def remembered(run: Run) -> dict[str, Any]:
 
 
 def remind(run: Run, saved: dict[str, Any]) -> bool:
-    """Give a run what one of the old package remembers.
+    """Load the state of the old package into a run.
 
-    False where that had norms of each dtype apart.
+    Return False if the old one kept the norms of each dtype separately.
     """
     own = remembered(run)
     if saved and set(saved["state"]) != set(own["state"]):
@@ -70,9 +70,7 @@ def remind(run: Run, saved: dict[str, Any]) -> bool:
 
 
 def outcome(run: Run, values: list[Any], loss: float | None) -> Any:
-    """Return the gradients of a step, what came of them, and the report;
-    or an error that a case may have.
-    """
+    """Return the clipped gradients of a step, its results, and the report, or an expected error."""
     grads = run.tree(values)
     params = run.tree(run.case.params)
     try:
@@ -85,7 +83,7 @@ def outcome(run: Run, values: list[Any], loss: float | None) -> Any:
 
 
 def near(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
-    """Return which numbers are equal but for rounding: NaN and ∞ exactly."""
+    """Return which numbers are equal up to rounding; NaN and ∞ must be the same."""
     with np.errstate(all="ignore"):
         return (
             (one == other)
@@ -95,8 +93,9 @@ def near(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
 
 
 def same_norms(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
-    """Return which norms are equal but for rounding, or subnormal, or not finite:
-    old ones lost some of these.
+    """Return which norms are equal up to rounding.
+
+    Subnormal and non-finite ones count as equal, since the old package lost some of these.
     """
     with np.errstate(all="ignore"):
         return (
@@ -107,12 +106,13 @@ def same_norms(one: np.ndarray, other: np.ndarray, rtol: float) -> np.ndarray:
 
 
 def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: C901 - what is not compared, and why
-    """Require two outcomes of one step to be equal to some units in the last place.
+    """Require two outcomes of one step to agree to some units in the last place.
 
-    Return whether rounding decided.
+    Return whether rounding decided the step.
     """
     if there == "read-only" and (case.way == "in place" or "None" in f"{case.tree} {case.steps}"):
-        return True  # the old one refused some absent gradients, and what is not written
+        # The old package refused some absent gradients, and read-only arrays.
+        return True
     if isinstance(there, str) or isinstance(here, str):
         assert isinstance(there, str)
         assert there == here
@@ -120,22 +120,25 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
     (grads, clipped, report), (own_grads, own_clipped, own_report) = there, here
     same_tree(clipped, own_clipped)
     if case.way == "holder" and next(walk(grads), None) is None:
-        return True  # the old one kept the report of the step before
+        # The old package kept the report of the step before.
+        return True
     views = list(
         zip(views_of(case.plan, report, fw), views_of(case.plan, own_report, fw), strict=True)
     )
-    remembers = any(plan.remembers or plan.limit[0] == "trust" for plan in plans_of(case.plan))
+    remembers = any(plan.stateful or plan.limit[0] == "trust" for plan in plans_of(case.plan))
     decided, ordinary = True, True
     for old, new in views:
         assert [some is None for some in old[:3]] == [some is None for some in new[:3]]
-        assert old.thresholds is None or new.thresholds is not None  # also of groups without leaves
-        if old.norms is None or not (decided and ordinary):  # what follows in a chain depends on it
+        # The new report also has thresholds of groups without leaves.
+        assert old.thresholds is None or new.thresholds is not None
+        # Later results in a chain depend on a step that rounding decides.
+        if old.norms is None or not (decided and ordinary):
             continue
         for norms, limits, factors, *others in zip(
             old.norms, old.limits, old.factors, *new[:3], strict=True
         ):
             eps = float(np.finfo(norms.dtype).eps)
-            # A limit that is learned is a difference of norms at times.
+            # An adaptive limit may be a difference of norms.
             loose = 2e4 * eps if remembers else 4 * eps
             top = min(float(np.finfo(one.dtype).max) for one in (limits, others[1]))
             most, own_most = (np.minimum(one, top) for one in (limits, others[1]))
@@ -145,7 +148,7 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
             if not (remembers and close.any()):
                 assert (near(most, own_most, loose) | (norms == 0)).all(), (limits, others[1])
             ordinary &= not ((others[0] > 0) & (others[0] < 1e-37)).any() or eps < 1e-9
-            # The old one had factors in two steps, beyond the range.
+            # The old package applied factors beyond the range in two steps.
             ordinary &= not (
                 (norms > 0) & (most > 0) & (most.astype(np.longdouble) / norms < 1e-37)
             ).any()
@@ -179,9 +182,7 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
 
 
 def same_states(found: Any, wanted: Any) -> None:
-    """Require two saved states to be the same: numbers to rounding,
-    whole ones and names exactly.
-    """
+    """Require two saved states to agree: numbers up to rounding, integers and names exactly."""
     if isinstance(wanted, dict):
         assert not set(wanted) - set(found)
         for key in wanted:
@@ -198,19 +199,19 @@ def same_states(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_old_and_new(framework: Framework, part: int, old: ModuleType) -> None:
-    """Norms and limits are equal to 2 ulp, gradients to 4,
-    flags and the very same objects exactly.
-    """
+    """Old and new norms and limits agree to 2 ulp, gradients to 4, flags exactly."""
     for number in range(part, CASES[framework.name], PARTS):
         try:
             both = [case_of(package, framework, SEED, number) for package in (old, uc)]
         except AttributeError as error:
-            if error.name != "RejectAbove":  # the curve that the old one does not have
+            # The old package has no such curve.
+            if error.name != "RejectAbove":
                 raise
             continue
         plans = plans_of(both[0].plan)
-        if any(plan.remembers and plan.limit[0] == "per group" for plan in plans):
-            continue  # whose state has all groups that a rule names now
+        if any(plan.stateful and plan.limit[0] == "per group" for plan in plans):
+            # Its state now contains all groups that the rule names.
+            continue
         for case in both:
             case.way = (
                 case.way if case.way in {"plain", "holder", "in place", "summed"} else "plain"

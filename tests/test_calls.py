@@ -1,6 +1,6 @@
-"""How many functions a call of uniclip calls, which is the same on every machine.
+"""The number of function calls in a call of uniclip, which is the same on every machine.
 
-The numbers may only fall.
+The numbers may only decrease.
 """
 
 from __future__ import annotations
@@ -21,42 +21,39 @@ from kit.devices import on_torch
 from kit.frameworks import EAGER, Framework
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "calls.json").read_text(encoding="utf-8"))
-"""By framework and by what is called: how many functions of Python, and others;
-or kernels for 2, 20 and 148 leaves.
-"""
+"""The numbers of Python and other functions, by framework and call, or of kernels by leaves."""
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}
-"""What is a function only before Python 3.12."""
+"""Comprehensions are functions only before Python 3.12."""
 EXACT = sys.version_info[:2] == (3, 11)
-"""Whether this is the Python, with the versions, whose numbers were recorded;
-others may call less.
-"""
+"""True for the versions of the recorded numbers; others may call less."""
 
 
 def counted(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> tuple[int, int]:
-    """Return how many Python functions and how many others are called by a call with
-    new arguments.
-    """
+    """Return the numbers of Python and other functions in a call with new arguments."""
     counts = {"call": 0, "c_call": 0}
 
     def listen(frame: Any, event: str, arg: Any) -> None:
         if event in counts and not (event == "call" and frame.f_code.co_name in INLINED):
             counts[event] += 1
 
-    for _ in range(3):  # what is imported, compiled or remembered once
+    # The first calls import, compile and fill caches.
+    for _ in range(3):
         call(*make())
     args = make()
-    gc.disable()  # a collection calls functions too
+    # A collection calls functions, too.
+    gc.disable()
     sys.setprofile(listen)
     try:
         call(*args)
     finally:
         sys.setprofile(None)
         gc.enable()
-    return counts["call"], counts["c_call"] - 1  # but for the end of the count
+    # The end of counting is a call, too.
+    return counts["call"], counts["c_call"] - 1
 
 
 def judge(framework: str, name: str, found: tuple[int, ...]) -> None:
-    """Require as many as were recorded: more are slower, and fewer are to be recorded."""
+    """Require the recorded numbers: larger ones are slower, and smaller ones must be recorded."""
     before = RECORDED[framework][name]
     assert all(n <= 1.03 * m + 2 for n, m in zip(found, before, strict=True)), (
         f"{name}: {found}, more than {before}"
@@ -69,7 +66,7 @@ def judge(framework: str, name: str, found: tuple[int, ...]) -> None:
 def cases(
     framework: Framework,
 ) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
-    """Return usual calls, and what makes their arguments: ten leaves, if nothing else is said."""
+    """Return usual calls, and functions for their arguments, ten leaves by default."""
 
     def grads(count: int = 10, zeros: int = 0) -> list[Any]:
         sizes = [0.0 if number < zeros else 1.0 for number in range(count)]
@@ -102,7 +99,7 @@ def cases(
 
 
 def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
-    """Return calls of PyTorch's own kind."""
+    """Return calls that only PyTorch has."""
     import torch
 
     from uniclip.integrations.torch import attach, clip_grad_norm_
@@ -144,10 +141,10 @@ def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
 
 @pytest.mark.only("numpy", "torch")
 def test_calls(framework: Framework) -> None:
-    """As many functions are called as were recorded.
+    """The numbers of called functions are the recorded ones.
 
-    They are counted in a process of its own: some that were called before, as `torch.compile`, wrap
-    others for good.
+    They are counted in a process of its own, since earlier calls, such as `torch.compile`, may wrap
+    functions for good.
     """
     done = subprocess.run(
         [sys.executable, __file__, framework.name], check=True, stdout=subprocess.PIPE, text=True
@@ -181,11 +178,11 @@ def is_dense(array: Any) -> bool:
 
 
 def starts(func: Any, args: tuple[Any, ...]) -> int:
-    """Return how many kernels an operation starts on CUDA.
+    """Return the number of kernels that an operation starts on CUDA.
 
-    Those of lists start one for each tensor, unless all tensors are dense and of one dtype. A 0-d
-    factor must be of this dtype, too, and a list of factors of their shapes. PyTorch takes at most
-    110 tensors in a launch; that is left out, as newer versions take more.
+    Operations on lists start one for each tensor, unless all tensors are dense and of one dtype. A
+    0-d factor must be of this dtype, too, and a list of factors of their shapes. PyTorch takes at
+    most 110 tensors in a launch; this is ignored, since newer versions take more.
     """
     import torch
 
@@ -193,7 +190,8 @@ def starts(func: Any, args: tuple[Any, ...]) -> int:
         func.overloadpacket.__name__,
         [x for x in args if isinstance(x, (torch.Tensor, list, tuple))],
     )
-    if not arrays or name in VIEWS:  # without an array, a number becomes one
+    # Without an array, a number becomes one.
+    if not arrays or name in VIEWS:
         return 0
     if not name.startswith("_foreach"):
         return 1
@@ -211,14 +209,14 @@ def starts(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def kernels(rule: Any, leaves: int, dtype: str) -> int:
-    """Return how many kernels a step of a rule starts on an accelerator, without Triton."""
+    """Return the number of kernels of a step on an accelerator, without Triton."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     count = 0
 
     class Kernels(TorchDispatchMode):
-        """Count what operations start."""
+        """Counts the kernels of operations."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -233,7 +231,8 @@ def kernels(rule: Any, leaves: int, dtype: str) -> int:
         [torch.ones(8, 4 + n, dtype=kinds[n % len(kinds)]) for n in range(leaves)] for _ in range(2)
     )
     if dtype == "mixed":
-        grads[0] = torch.ones(8, 8)[:, :4]  # which would slow down a whole list
+        # A strided tensor slows down a whole list.
+        grads[0] = torch.ones(8, 8)[:, :4]
     needed = "params" in getattr(getattr(rule, "limit", None), "needs", ())
     with on_torch():
         state = rule.init(grads)
@@ -262,7 +261,7 @@ LEAVES = (2, 20, 148)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
 @pytest.mark.parametrize("name", RULES)
 def test_kernels(name: str, dtype: str) -> None:
-    """A step on an accelerator starts as many kernels as were recorded, for each of `LEAVES`."""
+    """A step on an accelerator starts the recorded number of kernels, for each of `LEAVES`."""
     key = name if dtype == "float32" else f"{name}, {dtype}"
     judge("kernels", key, tuple(kernels(RULES[name], leaves, dtype) for leaves in LEAVES))
 

@@ -1,6 +1,4 @@
-"""The comparison with other libraries shows uniclip right,
-and the programs that compare and measure run.
-"""
+"""The comparison with other libraries: its cases, its programs, and the tables in the pages."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ PAGES = json.loads((ROOT / "docs" / "compared-pages.json").read_text(encoding="u
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_case(case: Case) -> None:
-    """Some library has such a function, and on the arrays of each that has, uniclip is right."""
+    """Some library has the function of a case, and uniclip's result is right on its arrays."""
     frameworks = {library.framework.name: library for library in LIBRARIES if offers(library, case)}
     found = {name: result(uniclip_on(library), case) for name, library in frameworks.items()}
     assert found
@@ -38,9 +36,7 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_calls_of_others(library: calls.Library) -> None:
-    """In the usual case every library is right in all that it has:
-    else its call is written wrongly.
-    """
+    """Every library is right in the usual case of each of its functions, so the call is correct."""
     usual = [case for case in GROUPS["usual"] if offers(library, case)]
     assert {case.kind for case in usual} == library.calls.keys() - {"import"}
     assert {
@@ -49,7 +45,7 @@ def test_calls_of_others(library: calls.Library) -> None:
 
 
 def test_what_is_said() -> None:
-    """What was found is of the cases of today, and the README and the page have its numbers."""
+    """The recorded results cover the current cases, and README and page contain their numbers."""
     counts = {name: marks for name, *marks in cells(PAGES["parts"]["tally"])[2:]}
     right, wrong = counts["uniclip"][0], counts.pop("at least one built-in")[1]
     assert {sum(map(int, marks)) for marks in counts.values()} == {len(CASES)}
@@ -65,9 +61,7 @@ def test_what_is_said() -> None:
 
 
 def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README has the ratios that were measured, as the page has them,
-    and says where uniclip is slower.
-    """
+    """The README has the measured ratios of the page, and lists where uniclip is slower."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     tables = importlib.import_module("performance_tables")
     measured = [
@@ -92,9 +86,7 @@ def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_are_said() -> None:
-    """The README has the lines of code of today, to hundreds: without docstrings,
-    comments and blank lines.
-    """
+    """The README states the current lines of code, in hundreds, without docstrings and comments."""
     source = ROOT / "src" / "uniclip"
     files = [
         file for file in source.rglob("*.py") if not {"integrations", "insight"} & {*file.parts}
@@ -122,7 +114,7 @@ def count_lines(file: Path) -> int:
 
 
 def cells(text: str) -> list[list[str]]:
-    """Return the cells of the rows of a table in a text."""
+    """Return the cells of a Markdown table in a text."""
     return [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()
@@ -131,7 +123,7 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_speed(tmp_path: Path) -> None:
-    """The program that measures speed measures a small model, and keeps the row."""
+    """The speed benchmark measures a small model, and saves its row."""
     path = tmp_path / "speed.json"
     words = ["step", "--only", "16 elements", "--rounds", "2", "--out", str(path)]
     subprocess.run([sys.executable, ROOT / "benchmarks" / "speed.py", *words], check=True)
@@ -144,14 +136,14 @@ def test_speed(tmp_path: Path) -> None:
 
 
 def test_growth() -> None:
-    """Both programs are compiled and run."""
+    """The growth benchmark compiles and runs both programs."""
     rows = list(many.measure("jax", "by_norm, 10 leaves of 32x32", 1))
     assert [row["stage"] for row in rows] == ["first call", "compiler alone", "a run"]
     assert all(row["us"].keys() == {"native", "uniclip"} for row in rows)
 
 
 def test_wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is timed has to clip."""
+    """A benchmark fails if the timed function does not clip."""
     monkeypatch.setattr(steps, "clips", lambda params, limit: {"native": lambda: None})
     with pytest.raises(ValueError, match="after native the norm is"):
         list(steps.measure("torch", "16 elements", 1))

@@ -1,4 +1,4 @@
-"""Compiled and traced code does what NumPy does: all rules and promises, in few programs."""
+"""Compiled and traced code does the same as NumPy: all rules and guarantees, in few programs."""
 
 from __future__ import annotations
 
@@ -45,20 +45,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES["relative"]["agc, units"] = FAMILIES["kinds"]["agc"] = uc.Rule(
     uc.limits.Relative(0.05), scope=uc.scopes.unit(0)
 )
-"""Said outright: which axis counts the units is the convention of a framework."""
+"""An explicit axis: the default depends on the convention of the framework."""
 FAMILIES["every"] = {
     name: rule for family in rules.FAMILIES for name, rule in FAMILIES[family].items()
 }
 EVERY, KINDS = FAMILIES["every"], FAMILIES["kinds"]
 PROGRAMS = {
-    "torch.compile": ("relative",),  # those that learn are Inductor's
+    # Inductor compiles the adaptive ones.
+    "torch.compile": ("relative",),
     "tf.function-xla": ("kinds",),
     "tensorflow-graph": tuple(rules.FAMILIES),
     "jax.jit": tuple(rules.FAMILIES),
 }
-"""What each compiler is given, one program for each family:
-what takes long to compile gets less.
-"""
+"""The programs of each compiler, one for each family. Slow compilers get fewer."""
 FEW = {
     "ToTheLimit",
     "OnlyMeasures",
@@ -75,13 +74,13 @@ PROMISED = {
     "tf.function-xla": FEW,
     "jax.jit": None,
 }
-"""The programs of promises that a compiler is given, if not all."""
+"""The programs of guarantees for a compiler, if not all of them."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each compiler of this run, and each program of it.
+    """Parametrize a test by the compilers of this run and their programs.
 
-    What JAX does with 64 bits is traced only.
+    64-bit programs of JAX are only traced.
     """
     ways = [way() for name in COMPILED if name in chosen(metafunc.config) for way in COMPILED[name]]
     if "promised" in metafunc.fixturenames:
@@ -100,7 +99,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def step_of(some: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function that takes a step of some rules, and returns all that they do and show."""
+    """Return a function that takes a step of some rules and returns results and reports."""
 
     def step(grads: Any, states: Any, params: Any, loss: Any) -> Any:
         found = {}
@@ -123,7 +122,7 @@ def step_of(some: dict[str, Any]) -> Callable[..., Any]:
 def trained(
     fw: Framework, some: dict[str, Any], step: Callable[..., Any], steps: list[Any] = STEPS
 ) -> list[Any]:
-    """Return what each rule does and shows at each step."""
+    """Return the results and reports of each rule at each step."""
     params, found = mapped(fw.array, PARAMS), []
     states = {name: rule.init(params) for name, rule in some.items()}
     for grads, loss in zip(steps, rules.LOSSES[: len(steps)], strict=True):
@@ -134,14 +133,14 @@ def trained(
 
 @cache
 def wanted(program: str) -> list[Any]:
-    """Return what NumPy does at each step."""
+    """Return NumPy's results at each step."""
     return trained(NUMPY, FAMILIES[program], step_of(FAMILIES[program]))
 
 
 def alike(
     found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the arrays of two results, which have the same paths, shapes and floats."""
+    """Yield the arrays of two results, which must have the same paths, shapes and floats."""
     there, here = dict(walk(found)), dict(walk(plain))
     assert list(there) == list(here), where
     for path, array in here.items():
@@ -152,9 +151,7 @@ def alike(
 
 
 def agree(fw: Framework, found: list[Any], program: str) -> None:
-    """Require all that some rules did at each step to be what they do in NumPy,
-    but for rounding.
-    """
+    """Require the results of each step to equal NumPy's up to rounding."""
     for number, (result, plain) in enumerate(zip(found, wanted(program), strict=True)):
         known = (
             ["clipped", "state"]
@@ -173,9 +170,7 @@ def agree(fw: Framework, found: list[Any], program: str) -> None:
 
 @contextmanager
 def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Compile a function, and require afterwards that it was compiled once,
-    whatever it was called with.
-    """
+    """Compile a function, and require a single compilation for all of its calls."""
     calls: list[int] = []
 
     def counted(*args: Any) -> Any:
@@ -196,16 +191,14 @@ def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Calla
 @pytest.mark.compiled
 @pytest.mark.usefixtures("_quickly")
 def test_rules(way: Framework, program: str) -> None:
-    """Step after step, gradients, states, reports and what loggers show are those of NumPy,
-    compiled once.
-    """
+    """Gradients, states, reports and scalars of every step are NumPy's, and compiled once."""
     some = FAMILIES[program]
     with way.context(), compiled_once(way, step_of(some)) as step:
         agree(way, trained(way, some, step), program)
 
 
 def failures(program: Program, *args: Any) -> list[AssertionError]:
-    """Return what a program does not keep of its promise."""
+    """Return the failed requirements of a program."""
     try:
         program.require(*args)
     except AssertionError as error:
@@ -214,7 +207,7 @@ def failures(program: Program, *args: Any) -> list[AssertionError]:
 
 
 def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
-    """Return which promises are broken where all their programs are traced as one."""
+    """Return the broken guarantees when all their programs are traced as one."""
     given = [program.arrays(fw) for _, program in programs]
 
     def run(given: Any) -> Any:
@@ -232,7 +225,7 @@ def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
 
 @pytest.mark.compiled
 def test_promises(promised: Framework) -> None:
-    """Every promise that makes values is kept where all of them are traced as one program."""
+    """Every guarantee about values still applies when all programs are traced as one."""
     with promised.context():
         programs = [
             (promise.case, one) for promise in PROMISES for one in promise.programs_for(promised)
@@ -247,7 +240,7 @@ def test_promises(promised: Framework) -> None:
 
 
 def test_limits(compiler: Framework) -> None:
-    """Values and limits of any size go through one compiled program."""
+    """One compiled program accepts values and limits of any size."""
     with compiled_once(compiler, lambda grads, limit: uc.clip_by_global_norm(grads, limit)) as clip:
         for by, limit in ((1.0, 1000.0), (1.0, 0.1), (0.0, 1.0), (1e30, 2e29), (1e-30, 2e-31)):
             grads = [
@@ -260,7 +253,7 @@ def test_limits(compiler: Framework) -> None:
                 np.testing.assert_allclose(compiler.numpy(one), other, rtol=1e-6)
 
 
-# Shapes that are not known, exported programs, batches
+# Unknown shapes, exported programs, batches
 
 SOME = {
     "global": uc.by_global_norm(0.5),
@@ -274,7 +267,7 @@ State = type(SOME["adagc"].init(PARAMS))
 
 
 def rows(by: float, count: int) -> list[np.ndarray]:
-    """Return a matrix and a vector of some rows."""
+    """Return a matrix and a vector with some rows."""
     rng = np.random.default_rng(0)
     return [
         np.asarray(by * rng.standard_normal((4, *shape)), "float32")[:count] for shape in ((3,), ())
@@ -282,13 +275,13 @@ def rows(by: float, count: int) -> list[np.ndarray]:
 
 
 def first_state(fw: Framework) -> list[Any]:
-    """Return the arrays of the first state of the rule that learns."""
+    """Return the arrays of the first state of the adaptive rule."""
     w, b = map(fw.array, rows(1.0, 4))
     return list(SOME["adagc"].init({"w": w, "b": b}))
 
 
 def some_step(w: Any, b: Any, *state: Any) -> list[Any]:
-    """Clip by some rules, and learn: the last results are the arrays of the next state."""
+    """Take a step of some rules; the last results are the arrays of the next state."""
     grads, params = {"w": w, "b": b}, {"w": w * 0 + 0.5, "b": b * 0 + 0.5}
     states = {name: rule.init(grads) for name, rule in SOME.items()}
     states["adagc"] = State(*state)
@@ -298,7 +291,7 @@ def some_step(w: Any, b: Any, *state: Any) -> list[Any]:
 
 
 def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
-    """Require a step to learn as NumPy does, from gradients of any number of rows."""
+    """Require the state to follow NumPy's, for gradients with any number of rows."""
     known, plain = first_state(fw), first_state(NUMPY)
     for by, count in ((1.0, 4), (0.5, 2), (30.0, 3), (1.0, 4)):
         found, expected = (
@@ -313,9 +306,9 @@ def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
 @pytest.mark.compiled
 @pytest.mark.only("torch")
 def test_torch_takes_any_rows(framework: Framework) -> None:
-    """Compiled for dynamic shapes there is one graph.
+    """A rule compiled for dynamic shapes is one graph.
 
-    An exported program that was saved and loaded does the same.
+    An exported program, saved and loaded, does the same.
     """
     import torch
     from torch._dynamo.utils import counters
@@ -343,8 +336,9 @@ def test_torch_takes_any_rows(framework: Framework) -> None:
 @pytest.mark.compiled
 @pytest.mark.only("tensorflow")
 def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None:
-    """One trace takes any number of rows, so does a saved model of it,
-    and rules without axes need no rank.
+    """One trace accepts any number of rows, and so does its saved model.
+
+    Rules without axes need no rank.
     """
     import tensorflow as tf
 
@@ -377,9 +371,7 @@ def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None
 @pytest.mark.only("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax_takes_any_rows(framework: Framework) -> None:
-    """A function that was exported for a symbolic number of rows, and serialized,
-    learns from any number.
-    """
+    """A function exported for a symbolic number of rows, and serialized, accepts any number."""
     import jax
     from jax import export
 
@@ -394,7 +386,7 @@ def test_jax_takes_any_rows(framework: Framework) -> None:
 @pytest.mark.only("torch", "tensorflow", "jax")
 @pytest.mark.usefixtures("_quickly")
 def test_batches(framework: Framework) -> None:
-    """A batch of one leaf beside another that is the same for all equals one call for each."""
+    """A batch of one leaf, next to a leaf without one, equals one call for each element."""
     single, state = framework.array(rows(1.0, 4)[1]), first_state(framework)
     each = [rows(by, 4)[0] for by in (0.1, 1.0, 20.0)]
     step = lambda w: some_step(w, single, *state)
@@ -423,7 +415,7 @@ def test_batches(framework: Framework) -> None:
 
 
 class TorchInductor(TorchCompile):
-    """PyTorch as its users compile it: with code that Inductor generates."""
+    """PyTorch as users compile it, with Inductor."""
 
     name = "torch.compile, Inductor"
 
@@ -439,9 +431,7 @@ class TorchInductor(TorchCompile):
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code that Inductor generates for a rule of one norm,
-    one of a norm for each leaf, and a chain.
-    """
+    """Inductor generates code for a rule of one norm, one of a norm for each leaf, and a chain."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     fw = TorchInductor()
     some = {name: KINDS[name] for name in ("by_global_norm", "adagc", "chain")}
@@ -450,9 +440,7 @@ def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of trees that a tracer, which takes arrays alone,
-    records at its first call.
-    """
+    """Return a function of trees that is recorded at its first call by a tracer of flat arrays."""
     known: dict[str, Any] = {}
 
     def call(*args: Any) -> Any:
@@ -475,18 +463,14 @@ def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callabl
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["make_fx", "make_fx, symbolic", "jit.trace", "aot_function"])
 def test_tracers(name: str) -> None:
-    """What a tracer records at the first step does at all others what NumPy does:
-    no value is baked in.
-    """
+    """The graph recorded at the first step is right at all others, so no value is baked in."""
     fw = Torch()
     agree(fw, trained(fw, KINDS, recorded(fw.tracers()[name], step_of(KINDS))), "kinds")
 
 
 @pytest.mark.needs("torch")
 def test_meta() -> None:
-    """Every rule runs on tensors that have no values,
-    and its results look like those that have some.
-    """
+    """Every rule accepts tensors without values, and returns the right dtypes and shapes."""
     import torch
 
     class Meta(Torch):
@@ -500,14 +484,15 @@ def test_meta() -> None:
                 one.device.type == "meta"
                 for one, _ in alike(result[name], plain[name], Torch().dtype, name)
             )
-    with torch.device("meta"):  # the default device is not asked
+    # A default device must not matter.
+    with torch.device("meta"):
         clipped, norm = uc.clip_by_global_norm(torch.tensor([3.0, 4.0], device="cpu"), 1.0)
     assert (clipped.tolist(), norm.item()) == (pytest.approx([0.6, 0.8]), 5)
 
 
 @pytest.mark.needs("torch")
 def test_tensors_that_a_graph_changes() -> None:
-    """A graph that was recorded on tensors that it changes, changes those that it is given."""
+    """A graph recorded on tensors that it changes in place also changes its later arguments."""
     fw, example = Torch(), [Torch().array([0.3, 0.4]), Torch().array([[1.2]])]
     for name, trace in fw.tracers().items():
         graph = trace(
@@ -526,9 +511,7 @@ def test_tensors_that_a_graph_changes() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["all", "a group"])
 def test_python_numbers_as_limits(name: str) -> None:
-    """A limit that is a number of Python's is a constant at first,
-    and from its first change on an argument.
-    """
+    """A Python number as limit is a constant at first, and an argument from its first change on."""
     import torch
     from torch._dynamo.utils import counters
 
@@ -555,9 +538,7 @@ def test_python_numbers_as_limits(name: str) -> None:
 
 @pytest.mark.needs("jax")
 def test_nothing_becomes_double() -> None:
-    """Where JAX has 64 bits, what is single stays so: gradients, states, reports,
-    what loggers show.
-    """
+    """With 64-bit types in JAX, gradients, states, reports and scalars stay in single precision."""
     fw = JAXx64()
     with fw.context():
         found = trained(fw, EVERY, lambda *args: fw.outline(step_of(EVERY), *args), STEPS[:2])
@@ -572,9 +553,7 @@ def test_nothing_becomes_double() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_scan_with_donated_states() -> None:
-    """States are the carry of `jax.lax.scan`, and can be donated:
-    no two parts of them are one array.
-    """
+    """States can be the carry of `jax.lax.scan` and can be donated: their arrays are distinct."""
     import jax
     import jax.numpy as jnp
 
@@ -613,9 +592,9 @@ CONSTANTS = {
     "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
     "zero": uc.norm_growth(1.01, nonfinite="zero"),
 }
-"""Rules that remember norms of all leaves, of each, of entries.
+"""Rules with a state of all norms, of the norms of leaves, and of those of elements.
 
-Rules among others; one that looks at the loss.
+Some are part of other rules; one reads the loss.
 """
 
 
@@ -629,9 +608,7 @@ Rules among others; one that looks at the loss.
     ],
 )
 def test_gradients_that_are_constants(way: Framework) -> None:
-    """Only the state is traced, or the parameters, the loss, a limit, a norm:
-    what is computed is as in NumPy.
-    """
+    """Results are NumPy's if only the state, parameters, loss, limit or norm is traced."""
     values, sizes = (
         {"w": np.asarray([[3.0, 4.0], [0.0, 1.0]]), "b": np.asarray([0.5])},
         (1.0, 2.0, 30.0),
@@ -692,8 +669,9 @@ UNLIMITED = {
 @pytest.mark.compiled
 @pytest.mark.needs("jax")
 def test_a_constant_that_nothing_limits() -> None:
-    """It stays as it is beside gradients that are traced:
-    XLA makes no reciprocal of a limit that is out of range.
+    """An unclipped constant stays unchanged next to traced gradients.
+
+    XLA must not compute the reciprocal of a limit that is out of range.
     """
     way = JAXJit()
     ones, traced = way.array(np.ones((2, 2))), way.array([[3.0, 4.0], [6.0, 8.0]])
@@ -720,9 +698,7 @@ def test_a_constant_that_nothing_limits() -> None:
 @pytest.mark.parametrize("name", [*CONSTANTS, "by_global_norm", "norm_growth"])
 @pytest.mark.usefixtures("_quickly")
 def test_a_branch_of_constants(name: str) -> None:
-    """A conditional that is called outside of jit traces its branches,
-    where known gradients can be read, or absent.
-    """
+    """Conditionals outside of jit trace their branches, with known or absent gradients."""
     import jax
 
     rule = {**CONSTANTS, "by_global_norm": uc.by_global_norm(1.0), "norm_growth": uc.norm_growth()}[
@@ -758,9 +734,9 @@ def test_a_branch_of_constants(name: str) -> None:
 @pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.usefixtures("_quickly")
 def test_a_scan_over_constants(name: str) -> None:
-    """The state alone is the carry.
+    """A scan over constants has only the state as its carry.
 
-    Entries of a sparse constant that are stored twice are summed in the program.
+    Duplicate elements of a sparse constant are summed in the program.
     """
     import jax
     import jax.numpy as jnp
@@ -780,7 +756,7 @@ def test_a_scan_over_constants(name: str) -> None:
 
 @dataclass(frozen=True)
 class Half:
-    """A curve as an object: what is too large becomes a share of the limit."""
+    """A curve as an object: larger norms are reduced to a share of the limit."""
 
     share: float = 0.5
 
@@ -791,7 +767,7 @@ class Half:
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_rules_made_in_compiled_code() -> None:
-    """A rule can be made inside of the code that is compiled, without a graph break."""
+    """A rule can be created inside of compiled code without a graph break."""
     import torch
 
     makes = [
@@ -826,7 +802,7 @@ def test_rules_made_in_compiled_code() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["clip", "clip_", "update in place", "a function", "drop-in"])
 def test_one_program_for_all_tensors(name: str) -> None:
-    """Other tensors of the same kinds, as each step brings them, compile nothing anew."""
+    """Tensors of the same dtypes and shapes, as each step brings them, compile nothing again."""
     import torch
     from torch._dynamo.testing import CompileCounter
 
@@ -891,8 +867,9 @@ print([param.grad.item() for param in model.parameters()])
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize(("source", "wanted"), [(PARAMETERS, 0.1), (REFUSED, 0.5)])
 def test_parameters_that_compiled_code_meets_first(source: str, wanted: float) -> None:
-    """A process that compiles at once needs no graph break for parameters,
-    even if other leaves were refused before.
+    """A process whose first call is compiled needs no graph break for parameters.
+
+    This applies after a refused tree, too.
     """
     done = subprocess.run(
         [sys.executable, "-c", source], check=False, capture_output=True, text=True
@@ -901,9 +878,7 @@ def test_parameters_that_compiled_code_meets_first(source: str, wanted: float) -
 
 
 TO_ONE = [0.94, 0.92]
-"""The weights after a step from 1 at the rate 0.1, where the gradient, 3 and 4,
-is clipped to norm 1.
-"""
+"""The weights after a step from 1 at the rate 0.1, for the gradient (3, 4) clipped to norm 1."""
 TRAINED = {
     "clip": TO_ONE,
     "clip_": TO_ONE,
@@ -914,8 +889,9 @@ TRAINED = {
     "agc": [1 - 0.006 * 2**0.5, 1 - 0.008 * 2**0.5],
     "zclip": [0.7, 0.6],
 }
-"""What a step of training comes to, by how it clips: agc to a tenth of the norm of the weights,
-zclip not at first.
+"""The weights after a training step, by the way of clipping.
+
+agc clips to a tenth of the norm of the weights; zclip does not clip at first.
 """
 
 
@@ -923,9 +899,7 @@ zclip not at first.
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_step_of_training_between_graphs(name: str) -> None:
-    """Where breaks are allowed a whole step of training can be compiled,
-    also if PyTorch cannot compile uniclip.
-    """
+    """With graph breaks, a whole training step compiles, even if PyTorch cannot compile uniclip."""
     import torch
     from array_api_compat import torch as compat
 
@@ -964,7 +938,7 @@ def test_a_step_of_training_between_graphs(name: str) -> None:
         compiled(torch.tensor([[3.0, 4.0]]))
         np.testing.assert_allclose(model.weight.detach().numpy(), [TRAINED[name]], rtol=1e-6)
     assert handle is None or handle.report.clipped
-    # Functions of the libraries below uniclip are compiled as ever.
+    # Functions of the libraries below uniclip still compile.
     total = torch.compile(lambda x: compat.sum(x, axis=0), fullgraph=True, backend="eager")
     assert total(torch.tensor([3.0, 4.0])) == 7
 
@@ -992,10 +966,7 @@ print([step(torch.tensor([1.5, 2.0])).tolist() for _ in range(3)])
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("eager_first", [False, True])
 def test_a_process_between_graphs(eager_first: bool) -> None:
-    """So it is in a process whose first call is compiled, and in one that compiles later.
-
-    Before, nothing compiles.
-    """
+    """A step with graph breaks works in a process whose first call is compiled, or a later one."""
     code = FIRST.replace("EAGER_FIRST", str(eager_first))
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", code],
@@ -1011,7 +982,7 @@ def test_a_process_between_graphs(eager_first: bool) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_large_constants_in_jax() -> None:
-    """Arrays from outside that are clipped in a program have the norm that they have outside."""
+    """A constant that a compiled function clips has the same norm as outside of it."""
     import jax
     import jax.numpy as jnp
 
@@ -1026,7 +997,7 @@ def test_large_constants_in_jax() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_control_flow_of_jax() -> None:
-    """Loops and branches can clip; an equal rule as a static argument compiles nothing anew."""
+    """Loops and branches can clip, and an equal rule as a static argument compiles nothing new."""
     import jax
 
     fw, traces = JAXJit(), []
@@ -1061,7 +1032,7 @@ def test_control_flow_of_jax() -> None:
 @pytest.mark.compiled
 @pytest.mark.only("tensorflow")
 def test_control_flow_of_tensorflow(framework: Framework) -> None:
-    """AutoGraph converts loops and branches on tensors that clip and learn."""
+    """AutoGraph converts loops and branches on tensors that clip and update states."""
     import tensorflow as tf
 
     rule = uc.zclip(z=1.0, warmup=2)
@@ -1115,9 +1086,7 @@ print(losses[-1] < 0.1 * losses[0])
 @pytest.mark.compiled
 @pytest.mark.needs("tensorflow")
 def test_tensorflow_without_its_second_version() -> None:
-    """With TensorFlow 2's behavior switched off for a whole process,
-    a tutorial of TensorFlow 1 clips and learns.
-    """
+    """A tutorial of TensorFlow 1 works where TensorFlow 2's behavior is disabled."""
     done = subprocess.run([sys.executable, "-c", TF1], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
 
@@ -1126,7 +1095,7 @@ def test_tensorflow_without_its_second_version() -> None:
 
 
 def healthy(by: float) -> Any:
-    """Return finite gradients: one leaf and one row are zeros."""
+    """Return finite gradients; one leaf and one row are zeros."""
     w = np.asarray(by * np.random.default_rng(0).standard_normal((3, 2)), "float32")
     w[1] = 0
     return {"b": np.zeros(3, "float32"), "none": None, "w": w}
@@ -1136,10 +1105,7 @@ HEALTHY = [healthy(by) for by in (1.0, 0.0, 100.0)]
 
 
 def train_healthily(fw: Framework, some: dict[str, Any], step: Callable[..., Any]) -> None:
-    """Take steps whose gradients are finite, with parameters one of which is zero.
-
-    What comes of them is finite.
-    """
+    """Take steps of finite gradients with a zero parameter, and require finite results."""
     params = mapped(fw.array, {**PARAMS, "b": np.zeros(3)})
     states = {name: rule.init(params) for name, rule in some.items()}
     for grads in HEALTHY:
@@ -1151,7 +1117,7 @@ def train_healthily(fw: Framework, some: dict[str, Any], step: Callable[..., Any
 
 @pytest.mark.needs("torch")
 def test_torch_detects_no_anomaly() -> None:
-    """Derivatives through all rules pass the search for NaN."""
+    """Derivatives through all rules pass PyTorch's anomaly detection."""
     fw, step = Torch(), step_of(EVERY)
 
     def derived(grads: Any, states: Any, params: Any, loss: Any) -> Any:
@@ -1175,9 +1141,7 @@ def test_torch_detects_no_anomaly() -> None:
 @pytest.mark.compiled
 @pytest.mark.needs("tensorflow")
 def test_tensorflow_checks_all_numbers() -> None:
-    """Each operation is looked at, also one whose result nobody uses: of all rules, of derivatives,
-    and in a graph.
-    """
+    """No operation yields NaN or ∞: in all rules, in derivatives, and in a graph."""
     import tensorflow as tf
 
     fw = TensorFlow()
@@ -1202,9 +1166,7 @@ def test_tensorflow_checks_all_numbers() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax_finds_neither_nan_nor_infinity() -> None:
-    """What compiled code returns has none of them,
-    and with `checkify` no operation inside makes NaN.
-    """
+    """Compiled code returns neither NaN nor ∞, and `checkify` finds no NaN inside."""
     import jax
     from jax.experimental import checkify
 
@@ -1227,7 +1189,7 @@ def test_jax_finds_neither_nan_nor_infinity() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("given", [False, True])
 def test_torch_compiles_float64(given: bool) -> None:
-    """Without a graph break, where sums may be made again, and where the norm is given."""
+    """Float64 compiles without a graph break, where sums may be recomputed or the norm is given."""
     import torch
 
     grads = torch.tensor([3e200, 4e200], dtype=torch.float64)

@@ -1,7 +1,4 @@
-"""Every promise on every framework this run is for, eagerly.
-
-Compiled code runs the same programs elsewhere.
-"""
+"""Every guarantee on every framework of a run, eagerly; test_compiled.py traces them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from kit.promise import run_eagerly
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each promise that each framework of this run can keep."""
+    """Parametrize a test by the guarantees that each framework of this run can have."""
     ways = [way() for name in EAGER if name in chosen(metafunc.config) for way in EAGER[name]]
     cases = [(way, promise) for way in ways for promise in PROMISES if promise.reason(way) is None]
     if "promise" in metafunc.fixturenames:
@@ -23,9 +20,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("way", "promise"), cases, ids=names)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # PyTorch says so once
+# PyTorch warns once.
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_promise(way: Framework, promise: Promise) -> None:
-    """What the table says happens, happens."""
+    """The framework behaves as the table of guarantees says."""
     with way.context():
         for program in promise.programs_for(way):
             run_eagerly(way, uniclip, program)

@@ -1,4 +1,4 @@
-"""Arrays that NumPy cannot read, of libraries without a file of their own, on any device."""
+"""Arrays that NumPy cannot read, of libraries without a test file of their own, on any device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = kinds(uc)
 
 
 class Place(NamedTuple):
-    """A device, and how arrays get there and back."""
+    """A device, with functions that put arrays there and read them."""
 
     device: Any
     put: Callable[[np.ndarray, Any], Any]
@@ -53,7 +53,7 @@ def strict(name: str) -> Place:
 
 
 def accelerator(number: int) -> Place:
-    """Return a device of the stand-in for CuPy; the third has no float64."""
+    """Return a device of the stand-in for CuPy; the third one has no float64."""
     return Place(
         Device(number),
         lambda values, device: cupy_like.asarray(values, device=device),
@@ -78,11 +78,11 @@ def places(request: pytest.FixtureRequest) -> list[Place]:
     return LIBRARIES[request.param]()
 
 
-# --- Every array is made on the device of the gradients
+# --- Every array is created on the device of the gradients
 
 
 def run_steps(rule: Any, put: Callable[[Any], Any]) -> tuple[uc.Clipper, list[Any]]:
-    """Return a clipper after some steps, and what it returned."""
+    """Return a clipper after some steps, and the results of the steps."""
     clipper = uc.Clipper(rule)
     clipper.logs()
     needed = any("params" in getattr(inner, "needs", ()) for inner in limits_of(rule))
@@ -95,7 +95,7 @@ def run_steps(rule: Any, put: Callable[[Any], Any]) -> tuple[uc.Clipper, list[An
 
 
 def limits_of(rule: Any) -> list[Any]:
-    """Return the limits of a rule, and of those inside of it."""
+    """Return the limits of a rule, and of the rules inside it."""
     inner = getattr(rule, "rules", None) or [getattr(rule, "rule", None)]
     found = [limit for one in inner if one is not None for limit in limits_of(one)]
     return [*found, rule.limit] if hasattr(rule, "limit") else found
@@ -103,7 +103,7 @@ def limits_of(rule: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_results_logs_and_states_are_numpys(places: list[Place], name: str) -> None:
-    """Clipped gradients, logs and saved states are those of NumPy but for rounding."""
+    """Clipped gradients, logs and saved states equal NumPy's up to rounding."""
     place = places[0]
     on_numpy, wanted = run_steps(RULES[name], lambda array: array)
     clipper, returned = run_steps(RULES[name], place)
@@ -120,7 +120,7 @@ def test_results_logs_and_states_are_numpys(places: list[Place], name: str) -> N
 
 
 def assert_alike(found: Any, wanted: Any) -> None:
-    """Require equal plain data but for the rounding of numbers."""
+    """Require plain data to be equal up to the rounding of numbers."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
@@ -155,7 +155,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("what", CALLS)
 def test_from_elsewhere(places: list[Place], what: str) -> None:
-    """Limits, bounds, norms, parameters, losses and other leaves may lie on another device."""
+    """Limits, bounds, norms, parameters, losses and other leaves may be on another device."""
     here = places[0]
     for there in places:
         [array] = CALLS[what](here, there)
@@ -164,7 +164,7 @@ def test_from_elsewhere(places: list[Place], what: str) -> None:
 
 
 def test_nothing_but_what_is_beside(places: list[Place]) -> None:
-    """Where all gradients are absent, limits, norms and losses may still be arrays on a device."""
+    """Limits, norms and losses may be arrays on a device even if all gradients are absent."""
     place = places[0]
     for curve in (uc.curves.hard, uc.curves.reject):
         clipped, report = uc.clip([None, None], uc.Rule(place(1.0), curve=curve))
@@ -179,7 +179,7 @@ def test_nothing_but_what_is_beside(places: list[Place]) -> None:
 @pytest.mark.parametrize("library", WITHOUT_FLOAT64)
 @pytest.mark.parametrize("what", CALLS)
 def test_float64_from_elsewhere(what: str, library: str) -> None:
-    """Where the gradients' device has no float64, float64 arrays of another one are narrowed."""
+    """If the gradients' device has no float64, float64 arrays of another one are narrowed."""
     here, wide = WITHOUT_FLOAT64[library](), LIBRARIES[library]()[0]
     [array] = CALLS[what](here, lambda values: wide(values, "float64"))
     assert array.device == here.device
@@ -188,9 +188,9 @@ def test_float64_from_elsewhere(what: str, library: str) -> None:
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero"])
 def test_each_leaf_stays(places: list[Place], nonfinite: str) -> None:
-    """Leaves of several devices stay there, also where they are written in place.
+    """Leaves of several devices stay there, also when they are written in place.
 
-    Norms lie with the first.
+    Norms are on the device of the first leaf.
     """
     some, rule = places[:3], uc.by_global_norm(8.5, nonfinite=nonfinite)
     grads = [place(g) for place, g in zip(some, ([3.0, 4.0], [12.0], [84.0]), strict=True)]
@@ -204,11 +204,11 @@ def test_each_leaf_stays(places: list[Place], nonfinite: str) -> None:
         assert value.device == some[0].device
 
 
-# --- In place, where arrays can be written
+# --- In place, for arrays that can be written
 
 
 def test_memory_is_read_and_written_once(places: list[Place]) -> None:
-    """Views of one memory are found where NumPy cannot read it, too."""
+    """Views of one storage are recognized even if NumPy cannot read it."""
     whole = places[0]([[3.0, 4.0], [0.0, 0.0]])
     with pytest.raises(ValueError, match=r"grads\[0\] and grads\[1\] may overlap"):
         uc.clip_([whole, whole[:1, ...]], uc.by_global_norm(1.0))
@@ -220,7 +220,7 @@ def test_memory_is_read_and_written_once(places: list[Place]) -> None:
 
 
 class Frozen(cupy_like.Array):
-    """An array that never changes, as all that are computed from it."""
+    """An immutable array, as are all results computed from it."""
 
     def made(self, values: Any) -> Frozen:
         return Frozen(np.asarray(values), self.device)
@@ -231,14 +231,14 @@ class Frozen(cupy_like.Array):
 
 
 class Deaf(cupy_like.Array):
-    """An array that is written without an error, and stays as it is."""
+    """An array that ignores writes."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
 
 class Copied(cupy_like.Array):
-    """An array without an address, whose arithmetic makes new arrays: ``*=``, too."""
+    """An array without an address, whose arithmetic creates new arrays, ``*=`` included."""
 
     def __imul__(self, other: Any) -> Any:
         return NotImplemented
@@ -257,7 +257,7 @@ def of_class(kind: type, values: Any) -> Any:
 @pytest.mark.parametrize(("kind", "why"), {Frozen: "array is immutable", Deaf: "no error"}.items())
 @pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_value(-1.0, 1.0), lambda g: g / 2])
 def test_what_cannot_be_written_is_refused_first(rule: Any, kind: type, why: str) -> None:
-    """A class is tried on a copy before any array is written, and the error says why."""
+    """Each class is tried on a copy before any write, and the error gives the reason."""
     grads = [of_class(cupy_like.Array, [3.0]), of_class(kind, [4.0])]
     with pytest.raises(
         TypeError, match=rf"grads\[1\].*cannot be changed in place.*{why}.*uc\.clip"
@@ -269,7 +269,7 @@ def test_what_cannot_be_written_is_refused_first(rule: Any, kind: type, why: str
 
 
 def test_read_only_memory_is_refused_first() -> None:
-    """Arrays over memory that is read-only are refused before others are written."""
+    """Arrays over read-only memory are refused before others are written."""
     import array_api_strict as xp
 
     for shape in ((2,), ()):
@@ -282,10 +282,10 @@ def test_read_only_memory_is_refused_first() -> None:
 
 
 def test_a_class_is_tried_once() -> None:
-    """The trial reads one value, at the first step in place only."""
+    """The trial reads one value, at the first in-place step only."""
 
     class New(cupy_like.Array):
-        """A class that was not met before."""
+        """A class without a trial so far."""
 
     reads = []
     for _ in range(3):
@@ -299,7 +299,7 @@ def test_a_class_is_tried_once() -> None:
 
 @pytest.mark.needs("mlx")
 def test_parts_that_are_copies() -> None:
-    """A part of an array of MLX has values of its own, also where it has the memory."""
+    """A slice of an MLX array has values of its own, even if it reports the same memory."""
     import mlx.core as mx
 
     whole = mx.array([[3.0, 4.0], [0.0, 0.0]])
@@ -310,7 +310,7 @@ def test_parts_that_are_copies() -> None:
 
 
 def test_arrays_without_addresses() -> None:
-    """One object in two places is written once where no address is known, and without ``*=``."""
+    """One object in two places is written once, without addresses and without ``*=``."""
     twice, other = of_class(Copied, [3.0, 4.0]), of_class(Copied, [4.0, 3.0])
     uc.clip_([twice, other, twice], uc.by_norm(2.5))
     assert [array.get().tolist() for array in (twice, other)] == [[1.5, 2.0], [2.0, 1.5]]
@@ -320,7 +320,7 @@ def test_arrays_without_addresses() -> None:
 
 
 def count(name: str, place: Place, leaves_of: int, dtype: str, rows: int = 3) -> dict[str, int]:
-    """Return what the second step of a rule does on an accelerator, in place."""
+    """Return the reads and launches of the second step of a rule on an accelerator, in place."""
     rule, loss = KINDS[name].rule, KINDS[name].loss
     with place.device:
         grads = [place(np.ones((rows, 4)), dtype) for _ in range(leaves_of)]
@@ -335,7 +335,7 @@ def count(name: str, place: Place, leaves_of: int, dtype: str, rows: int = 3) ->
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_wait(name: str) -> None:
-    """With float64 sums of float32 gradients nothing is read; else one flag for each rule."""
+    """Float64 sums of float32 gradients read nothing; other rules read one flag."""
     rules = len(getattr(KINDS[name].rule, "rules", "1"))
     assert "reads" not in count(name, accelerator(1), 3, "float32")
     assert count(name, accelerator(1), 3, "float64").get("reads", 0) <= rules
@@ -346,20 +346,20 @@ def test_no_wait(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_large_arrays_are_not_cut(name: str) -> None:
-    """An accelerator gets an array of 2¹⁸ entries whole, and makes no constants of that size."""
+    """An accelerator gets an array of 2¹⁸ elements whole, and no constants of that size."""
     small, large = (count(name, accelerator(0), 2, "float32", rows) for rows in (3, 2**16))
     assert large["launches"] == small["launches"]
     assert large.get("constants", 0) < 2**17
 
 
 def test_bounds_are_made_once() -> None:
-    """`by_value` makes its bounds once for all leaves of a dtype, on their device."""
+    """`by_value` creates its bounds once for all leaves of a dtype, on their device."""
     two, twenty = (count("by_value", accelerator(0), number, "float32") for number in (2, 20))
     assert two["constants"] == twenty["constants"] == 2
 
 
 def test_values_travel_together() -> None:
-    """Logs of many steps are read from their device at once, for each dtype."""
+    """Logs of many steps are read in one transfer for each dtype."""
     place = accelerator(1)
     clipper = uc.Clipper(uc.by_global_norm(1.0, nonfinite="skip"))
     clipper.logs()
@@ -374,7 +374,7 @@ def test_values_travel_together() -> None:
 
 
 def test_values_travel_to_a_device_that_numpy_reads() -> None:
-    """array-api-strict has no `.get()`; its devices tell which of them NumPy reads."""
+    """Values of devices without `.get()` are moved to a device that NumPy reads."""
     place, moves = strict("device1"), []
     kind = type(place(0.0))
     move = kind.to_device
@@ -386,11 +386,12 @@ def test_values_travel_to_a_device_that_numpy_reads() -> None:
     _, report = uc.clip([place([3.0, 4.0]), place([12.0])], uc.by_norm(1.0))
     with mock.patch.multiple(kind, to_device=to_device, __float__=None):
         assert str(report) == "norm 12 (largest of 2), clipped 100 %, finite"
-    assert len(moves) == 2  # numbers and flags
+    # One move for numbers, and one for flags.
+    assert len(moves) == 2
 
 
 def test_a_recorder_reads_a_window_at_once(tmp_path: Path) -> None:
-    """Norms, losses and those of leaves are kept on their device, and read together."""
+    """Norms, losses and leaf norms stay on their device, and are read together."""
     place = accelerator(1)
     recorder = insight.Recorder(tmp_path / "run.jsonl", leaves="all")
     clipper = uc.Clipper(uc.by_norm(1.0), recorder)
@@ -412,7 +413,7 @@ def test_a_recorder_reads_a_window_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("library", WITHOUT_FLOAT64)
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_sums_without_float64(library: str, axis: int | None) -> None:
-    """Sums of 4 million equal entries, of rows and of columns, are as accurate as promised."""
+    """Sums of 4 million equal elements, rows and columns have the guaranteed accuracy."""
     place = WITHOUT_FLOAT64[library]()
     shape = (2, 2_000_000) if axis == 1 else (2_000_000, 2)
     array = np.full(shape, 0.1, "float32")
@@ -433,7 +434,7 @@ class Flags(NamedTuple):
 
 
 class Once(uc.Limit):
-    """Limit norms once one was above 4; all that it remembers are flags."""
+    """A limit once a norm was above 4; its state contains only flags."""
 
     stateful: ClassVar[bool] = True
 
@@ -442,7 +443,7 @@ class Once(uc.Limit):
         return Flags(norms > 4)
 
     def __call__(self, norms: Any, state: Flags, context: uc.limits.Context) -> tuple[Any, Flags]:
-        """Look whether a norm is above 4."""
+        """Test whether a norm is above 4."""
         above = state.above | (norms > 4)
         xp = context.xp
         return xp.where(above, xp.asarray(np.asarray(1.0, "float32")), xp.asarray(10.0)), Flags(
@@ -451,7 +452,7 @@ class Once(uc.Limit):
 
 
 def test_a_state_of_flags(places: list[Place]) -> None:
-    """Flags are kept in a skipped step, saved, and loaded by another framework."""
+    """Flags are kept in a skipped step, saved, and loaded in another framework."""
     clipper = uc.Clipper(uc.Rule(Once(), scope=uc.scopes.each_leaf, nonfinite="skip"))
     COUNTS.clear()
     for norms in ([3.0, 3.0], [math.nan, 5.0], [5.0, 3.0], [3.0, 3.0]):
@@ -468,7 +469,7 @@ def test_a_state_of_flags(places: list[Place]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_move(places: list[Place], name: str) -> None:
-    """A clipper takes its state along when the gradients move, also in a step that is skipped."""
+    """The state of a clipper follows the gradients to another device, also in a skipped step."""
     rule, loss = KINDS[name]
     needed = "params" in getattr(getattr(rule, "limit", None), "needs", ())
     staying, moving = uc.Clipper(rule), uc.Clipper(rule)
@@ -493,7 +494,7 @@ def test_gradients_move(places: list[Place], name: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("library", WITHOUT_FLOAT64)
 def test_one_norm_over_devices_with_and_without_float64(library: str, scale: float) -> None:
-    """Also where squares leave the range of float32, in any order, beside float64 gradients."""
+    """Squares may leave the range of float32, in any order, next to float64 gradients."""
     wide, narrow = LIBRARIES[library]()[0], WITHOUT_FLOAT64[library]()
     for dtype in ("float32", "float64"):
         grads = [wide([3.0 * scale], dtype), narrow([4.0 * scale])]

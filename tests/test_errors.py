@@ -1,5 +1,6 @@
-"""Mistakes: each is refused by its name and with what to write instead, in few words,
-before any array changes.
+"""Invalid calls: each is refused with a short message, before any array changes.
+
+The message names the fault and the remedy.
 """
 
 from __future__ import annotations
@@ -141,11 +142,11 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
         lambda: type("Own", (uc.Limit,), {"init": max}),
     ),
 }
-"""An argument that no rule can be made with: the error, and what it names."""
+"""Arguments that no rule accepts: the error, and the words of its message."""
 
 
 def of_other_leaves(grads: Any) -> Any:
-    """Go on with other leaves than those before."""
+    """Update a clipper with leaves that differ from those of its first step."""
     rule = uc.norm_growth()
     return rule.update(grads, rule.init(grads["a"]))
 
@@ -318,11 +319,11 @@ CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
         lambda g: uc.clip_(g, lambda x: x * 1j),
     ),
 }
-"""A call that makes no sense: the error, and what it says to write."""
+"""Invalid calls: the error, and the words of its message."""
 
 
 def require_refused(error: type[Exception], tokens: Tokens, call: Callable[[], Any]) -> None:
-    """Require an error of a type that says what it has to, in few words."""
+    """Require an error of a type, whose short message contains some words."""
     with pytest.raises(error) as caught:
         call()
     text = str(caught.value)
@@ -334,7 +335,7 @@ def require_refused(error: type[Exception], tokens: Tokens, call: Callable[[], A
 def require_unchanged(
     fw: Framework, grads: Any, call: Callable[[Any], Any], error: Any, tokens: Tokens
 ) -> None:
-    """Require that a call is refused, and that no gradient changes."""
+    """Require an error, and unchanged gradients."""
     before = [np.array(fw.numpy(leaf)) for leaf in leaves(grads)]
     require_refused(error, tokens, lambda: call(grads))
     for old, new in zip(before, leaves(grads), strict=True):
@@ -344,21 +345,21 @@ def require_unchanged(
 @pytest.mark.needs("numpy")
 @pytest.mark.parametrize("what", ARGUMENTS)
 def test_an_argument_is_refused_when_a_rule_is_made(what: str) -> None:
-    """The error names the argument, and the value that it cannot have."""
+    """The error names the argument and its invalid value."""
     require_refused(*ARGUMENTS[what])
 
 
 @pytest.mark.needs("numpy")
 @pytest.mark.parametrize("what", CALLS)
 def test_a_call_is_refused(what: str) -> None:
-    """The error says what to write instead, and no array has changed."""
+    """The error names the remedy, and no array changes."""
     error, tokens, call = CALLS[what]
     grads = {"a": np.asarray([3.0, 4.0]), "b": np.full((3, 2), 2.0)}
     require_unchanged(Framework(), grads, call, error, tokens)
 
 
 class Key(NamedTuple):
-    """A key of a tree that prints what it holds."""
+    """A key of a tree whose text contains its array."""
 
     value: Any
 
@@ -387,7 +388,7 @@ LARGE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.needs("numpy")
 @pytest.mark.parametrize("what", LARGE)
 def test_no_error_prints_an_array(what: str) -> None:
-    """Whatever is given in the place of something else, its numbers are not printed."""
+    """No message contains the values of an array, whichever argument it is passed as."""
     array = np.full((7, 300), 0.12345)
     for large in (array, [array] * 3, {"a": array, "b": (array,)}, "text " * 400, [0.12345] * 500):
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -397,7 +398,7 @@ def test_no_error_prints_an_array(what: str) -> None:
 
 
 def crossing(fw: Framework) -> Any:
-    """Return bounds of which one entry has the lower one above the upper one."""
+    """Return bounds that cross in one element."""
     return uc.by_value(fw.array([-1.0, 3.0]), fw.array([1.0, 1.0]))
 
 
@@ -435,12 +436,12 @@ ON_FRAMEWORKS: dict[str, tuple[type[Exception], Tokens, Callable[[Framework, Any
         lambda fw, g: uc.clip(g, fw.array(np.full(500, 0.12345))),
     ),
 }
-"""Mistakes that each framework finds in its own way."""
+"""Mistakes that each framework detects in its own way."""
 
 
 @pytest.mark.parametrize("what", ON_FRAMEWORKS)
 def test_a_call_is_refused_on_every_framework(framework: Framework, what: str) -> None:
-    """The same error everywhere."""
+    """Every framework raises the same error."""
     error, tokens, call = ON_FRAMEWORKS[what]
     grads = {"a": framework.array([3.0, 4.0]), "b": framework.array(np.full((3, 2), 2.0))}
     require_unchanged(framework, grads, lambda g: call(framework, g), error, tokens)
@@ -449,7 +450,7 @@ def test_a_call_is_refused_on_every_framework(framework: Framework, what: str) -
 @pytest.mark.cpu_only("bounds on an accelerator are not read")
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 def test_bounds_that_cross_in_one_entry(framework: Framework) -> None:
-    """Bounds in arrays are compared where they can be read."""
+    """Bounds in arrays are compared where their values are readable."""
     grads = [framework.array([1.0, 2.0])]
     call = lambda g: uc.clip(g, crossing(framework))
     require_unchanged(framework, grads, call, ValueError, ("grads[0]", "min", "max"))
@@ -460,15 +461,15 @@ IN_A_TRACE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "clipper": ("update", lambda g: uc.Clipper(uc.zclip())(g)),
     "parameters": ("params=", lambda g: uc.clip(g, uc.agc())[0]),
 }
-"""What code that has no values refuses when it is traced.
+"""Calls that need values, and which traced code refuses.
 
-Some frameworks wrap the error in one of their own.
+Some frameworks wrap the error in their own.
 """
 
 
 @pytest.mark.parametrize("what", IN_A_TRACE)
 def test_a_call_is_refused_in_compiled_code(compiler: Framework, what: str) -> None:
-    """What needs a value, or an object outside, is refused while the code is traced."""
+    """Code that needs a value, or an outside object, is refused while it is traced."""
     token, call = IN_A_TRACE[what]
     with pytest.raises(Exception, match=token):
         compiler.run(call, [compiler.array([3.0, 4.0])])
@@ -476,7 +477,7 @@ def test_a_call_is_refused_in_compiled_code(compiler: Framework, what: str) -> N
 
 @pytest.mark.needs("numpy")
 def test_functions_are_rules() -> None:
-    """A function of one array is a rule, whatever kind of function."""
+    """Any kind of function of one array is a rule."""
     for function in (abs, lambda grad: abs(grad), np.vectorize(abs).__call__):
         [clipped], _ = uc.clip([np.asarray([-2.0])], function)
         assert clipped.tolist() == [2.0]
@@ -485,7 +486,7 @@ def test_functions_are_rules() -> None:
 @pytest.mark.needs("numpy")
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.asarray])
 def test_whole_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
-    """Axes and windows are whole numbers of any kind; a list of axes is as good as a tuple."""
+    """Axes and windows accept integers of any type, and axes may be a list or a tuple."""
     one, zero = kind(1), kind(0)
     assert uc.by_norm(1.0, axis=one) == uc.by_norm(1.0, axis=[one]) == uc.by_norm(1.0, axis=1)
     assert uc.by_norm(1.0, axis=[zero, one]) == uc.by_norm(1.0, axis=(0, 1))
@@ -494,9 +495,7 @@ def test_whole_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
 
 @pytest.mark.needs("numpy")
 def test_rules_hold_plain_numbers() -> None:
-    """Whatever kind of number a rule is made with,
-    it prints and compares as if with Python's own.
-    """
+    """Rules store Python numbers, so they print and compare alike for every numeric type."""
     for one, two in (
         (uc.by_norm(Fraction(1, 2), ord=Fraction(3, 2)), uc.by_norm(0.5, ord=1.5)),
         (
@@ -522,15 +521,16 @@ MISSED: dict[str, Callable[[Any], Any]] = {
 
 
 def in_head(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is of the head."""
+    """Return whether a leaf belongs to the head."""
     return any("head" in str(key) for key in path)
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax", "mlx", "strict")
 @pytest.mark.parametrize("name", MISSED)
 def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
-    """A mask or a label that looks for names is refused where leaves have numbers,
-    or where nothing is clipped.
+    """A mask or label by name is refused if no leaf has the name.
+
+    Leaves with numbers have no names, and a mask that chooses no leaf is an error, too.
     """
     rule = MISSED[name](in_head)
     w, b = framework.array([3.0, 4.0]), framework.array([1.0])
@@ -539,16 +539,16 @@ def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
             ValueError, match=r"(where|label)\) says (True|False) of all 2 leaves(.|\n)*names=model"
         ):
             rule.update(tree, rule.init(tree))
-    # Another step may have the rest; one leaf.
+    # Another step may have the other leaves, and a single leaf needs no distinction.
     for tree in ({"body": w, "head": b}, {"body": w, "tail": None}, [w]):
         rule.update(tree, rule.init(tree))
 
 
 @pytest.mark.needs("numpy")
 def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
-    """Constants do, and what looks at leaves.
+    """Masks may treat all leaves alike if that is intended.
 
-    A label may be a key of the path; all leaves may be meant by name.
+    Constant masks do, and so may those that look at leaves, at keys of the path, or at all names.
     """
     grads = [np.asarray([3.0, 4.0]), np.asarray([1.0])]
     for where in (
@@ -567,10 +567,11 @@ def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
         lambda path, leaf: "head" not in str(path),
         lambda path, leaf: "bias" not in path[-1],
     ):
-        # All, and they have names.
+        # The leaves have names, so choosing all of them is intended.
         uc.clip({"w": grads[0], "v": grads[1]}, uc.masked(uc.by_norm(1.0), where))
     with pytest.raises(TypeError, match="argument"):
         uc.clip(grads, uc.masked(uc.by_norm(1.0), lambda: True))
     rule, some = uc.masked(uc.adagc(), in_head), {"body": grads[0], "head": grads[1]}
     state = rule.update(some, rule.init(some))[1]
-    rule.update({"body": grads[0], "tail": grads[1]}, state)  # it was seen to tell leaves apart
+    # An earlier step has shown that the mask distinguishes leaves.
+    rule.update({"body": grads[0], "tail": grads[1]}, state)

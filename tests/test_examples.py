@@ -1,4 +1,4 @@
-"""The examples run as they are written, shorter where they can be told to be."""
+"""The examples run as they are, with fewer steps where they have such an option."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDS = {
     "lightning_digits.py": ["trainers"],
     "hugging_face_gpt2.py": ["trainers"],
 }
-"""The commands, and what they need; that of a pipeline runs with the tests of processes."""
+"""The commands, with the frameworks they need. test_processes.py runs the example of a pipeline."""
 CASES = [
     pytest.param(command, marks=pytest.mark.needs(*names), id=command.partition(" --out")[0])
     for command, names in NEEDS.items()
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize("command", CASES)
 def test_examples(command: str, tmp_path: Path) -> None:
-    """It ends without an error, and draws what it says."""
+    """An example ends without an error, and writes the figure that it announces."""
     name, *options = command.split()
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *options],

@@ -1,4 +1,4 @@
-"""The contract finds planted faults: each makes the promise fail that it breaks."""
+"""The contract detects planted faults: each one breaks its guarantee."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.promise import Promise, run_eagerly
 
 
 def keep(fw: Framework, uc: object, promise: Promise) -> None:
-    """Run all that a promise consists of."""
+    """Run all programs and checks of a guarantee."""
     for program in promise.programs_for(fw):
         run_eagerly(fw, uc, program)
     if promise.check:
@@ -20,7 +20,7 @@ def keep(fw: Framework, uc: object, promise: Promise) -> None:
 
 
 def require_found(fw: Framework, fault: Fault) -> None:
-    """Require that what is promised is kept by uniclip, and not by what has the fault."""
+    """Require uniclip to keep the guarantee, and the faulty copy to break it."""
     [promise] = [promise for promise in PROMISES if promise.case == fault.case]
     keep(fw, uniclip, promise)
     with pytest.raises(AssertionError):
@@ -28,15 +28,16 @@ def require_found(fw: Framework, fault: Fault) -> None:
 
 
 @pytest.mark.only("numpy")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what the faults compute
+# The faults compute NaN, and NumPy warns.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_a_fault_is_found(framework: Framework, fault: Fault) -> None:
-    """A fault that NumPy's arrays can show is found on NumPy."""
+    """NumPy detects each fault that its arrays can show."""
     require_found(framework, fault)
 
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("fault", SPARSE, ids=lambda fault: fault.what)
 def test_a_fault_of_sparse_arrays_is_found(framework: Framework, fault: Fault) -> None:
-    """One of sparse arrays is found where there are some."""
+    """Frameworks with sparse arrays detect the faults that only those show."""
     require_found(framework, fault)

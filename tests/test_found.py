@@ -1,6 +1,4 @@
-"""What the fuzz has found where it now draws nothing like it: far from 1,
-or where there is nothing.
-"""
+"""Cases that the fuzz found, and which it no longer draws: values far from 1, and empty trees."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from kit.run import Run
 
 
 class Found(NamedTuple):
-    """A rule, as uniclip makes it and as data, the values of its leaves at each step,
-    and the dtypes of two leaves.
-    """
+    """A rule, its plan, the values of its leaves at each step, and the dtypes of two leaves."""
 
     made: tuple[Any, Plan]
     steps: list[list[Any]]
@@ -28,19 +24,19 @@ class Found(NamedTuple):
 
 
 def per_entry(limit: Any, *spec: Any) -> tuple[uc.Rule, Plan]:
-    """Return a rule with a limit for each entry."""
+    """Return a rule with a limit for each element."""
     return uc.Rule(limit, scope=uc.scopes.each_entry), Plan(scope=Scope("entry"), limit=spec)
 
 
 def warm(joint: float) -> tuple[uc.Rule, Plan]:
-    """Return AdaGC in its warm-up."""
+    """Return AdaGC during its warmup."""
     return uc.adagc(warmup_norm=joint), Plan(
         scope=Scope("leaf"), limit=("ema", 1.05, 0.99, 100, joint)
     )
 
 
 def plain(rule: Any, kind: str = "all", curve: str = "hard", **more: Any) -> tuple[uc.Rule, Plan]:
-    """Return a rule beside its plan."""
+    """Return a rule with its plan."""
     return rule, Plan(scope=Scope(kind), curve=curve, **more)
 
 
@@ -144,7 +140,7 @@ CASES = {
 @pytest.mark.only("numpy", "torch", "tensorflow")
 @pytest.mark.parametrize("name", CASES)
 def test_found(framework: Framework, name: str) -> None:
-    """What comes out is what the oracle says, at each step."""
+    """Each step agrees with the oracle."""
     found = CASES[name]
     steps: Any = [
         [leaf if leaf is None else np.asarray(leaf) for leaf in step] for step in found.steps

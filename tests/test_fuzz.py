@@ -1,8 +1,7 @@
-"""Drawn rules on drawn gradients, each step compared with an oracle in intervals that shares no
-code with uniclip.
+"""Drawn rules on drawn gradients, each step compared with an interval oracle that shares no code.
 
 Each week draws other cases; ``--fuzz SEED`` repeats those of a seed, ``--fuzz SEED:NUMBER`` one of
-them. A failure has the command that runs its case alone. Cases that once found a fault are in
+them. A failure prints the command that runs its case alone. Cases that once revealed a fault are in
 data/corpus.json.
 """
 
@@ -32,20 +31,20 @@ CASES = {
     "array-api-strict-no-float64": 75,
     "cupy-like": 50,
 }
-"""How many cases a run has."""
+"""The number of cases of a run."""
 PARTS = 10
-"""In how many tests they are run, so that several workers can share them."""
+"""The number of tests that share the cases, for several workers."""
 CORPUS = json.loads((Path(__file__).parent / "data" / "corpus.json").read_text(encoding="utf-8"))
 
 
 def week() -> int:
-    """Return the seed of this week: its year and number."""
+    """Return the seed of this week: year and week."""
     year, number, _ = datetime.now(tz=timezone.utc).isocalendar()
     return 100 * year + number
 
 
 def run_case(fw: Framework, seed: int, number: int) -> str | None:
-    """Run a case; return why it was given up, if rounding decides what follows."""
+    """Run a case; return the reason if rounding makes it inconclusive."""
     case: Any = None
     try:
         with np.errstate(all="ignore"):
@@ -64,7 +63,7 @@ def run_case(fw: Framework, seed: int, number: int) -> str | None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_cases(framework: Framework, part: int, request: pytest.FixtureRequest) -> None:
-    """None fails, and rounding leaves few open."""
+    """No case fails, and few are inconclusive."""
     seed, _, number = (request.config.getoption("--fuzz") or str(week())).partition(":")
     numbers = [int(number)] if number else range(part, CASES[framework.name], PARTS)
     given_up = [why for one in numbers if (why := run_case(framework, int(seed), one)) is not None]
@@ -73,14 +72,14 @@ def test_cases(framework: Framework, part: int, request: pytest.FixtureRequest) 
 
 @pytest.mark.only(*{known["framework"] for known in CORPUS})
 def test_corpus(framework: Framework) -> None:
-    """What was found once stays found."""
+    """Cases that once failed still pass."""
     for known in CORPUS:
         if known["framework"] == framework.name:
             assert run_case(framework, known["seed"], known["number"]) is None, known
 
 
 def test_oracle_rounds() -> None:
-    """An exact 0 stays one, and what is not exact holds its rounding on both sides."""
+    """An exact 0 stays exact, and other values lie between both of their roundings."""
     single = precision("float32", flush=False)
     third = exact(1, single) / 3
     assert third.lo < np.float32(1 / 3) < third.hi

@@ -1,8 +1,7 @@
-"""Derivatives through clips: reverse, forward and second, of all cases in one program,
-beside finite differences.
+"""Derivatives through clips, compared with finite differences.
 
-Each case has a point of its own, a row of a matrix, so that one pass finds the derivatives of all
-of them.
+Reverse, forward and second derivatives of all cases run in one program. Each case has a row of a
+matrix as its point, so that one pass finds the derivatives of all.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kit.frameworks import MLX, Framework, JAXx64, TensorFlow, Torch, TorchCompi
 
 
 def cases(*ways: Framework) -> Any:
-    """Return a test's frameworks, each for the runs that have it."""
+    """Return the parametrization of a test by frameworks, each for the runs that include it."""
     params = [
         pytest.param(way, marks=pytest.mark.needs(way.name.partition(".")[0]), id=way.name)
         for way in ways
@@ -37,7 +36,7 @@ NUMPY = Framework()
 
 
 def filled(w: float, b: float) -> np.ndarray:
-    """Return entries of a modulus for each of the two leaves."""
+    """Return elements with one modulus for each of the two leaves."""
     return SIGNS * np.repeat([w, b], [16, 4])
 
 
@@ -50,18 +49,18 @@ def one_entry(others: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of two leaves, and entries that lie exactly on its limit."""
+    """A function of two leaves, and elements exactly at its limit."""
 
     function: Callable[[list[Any]], Any]
     limit: np.ndarray | None = None
-    """Below it and at it the function is the identity; ``None`` if it is so nowhere."""
+    """Up to this point the function is the identity; ``None`` if it never is."""
     smooth: bool = True
-    """Whether there is a second derivative beside a leaf of zeros."""
+    """True if there is a second derivative next to a leaf of zeros."""
     above: float = 3.0
 
 
 def by(rule: Any) -> Callable[[list[Any]], Any]:
-    """Return a function that takes one step of a rule from its first state on."""
+    """Return a function that takes one step of a rule from its initial state."""
     return lambda g: rule.update(g, rule.init(g), [leaf * 0 + 1 for leaf in g])[0]
 
 
@@ -106,7 +105,7 @@ AT_ZERO = {
     "reject": uc.by_global_norm(1.0, curve=uc.curves.reject),
     "log_zscore": uc.log_zscore(),
 }
-"""Rules whose limit follows the norm: they leave gradients of zeros alone."""
+"""Rules whose limit follows the norm: they leave zero gradients unchanged."""
 FUNCTIONS = [case.function for case in CASES.values()] + [by(rule) for rule in AT_ZERO.values()]
 NAMES = [*CASES, *AT_ZERO]
 IDENTITIES = [case.limit is not None for case in CASES.values()] + [
@@ -117,9 +116,9 @@ POINTS = ("above", "below", "at the limit", "at zero", "beside zeros")
 
 
 def at(point: str) -> np.ndarray:
-    """Return the point of each function, as rows.
+    """Return the points of all functions, as rows.
 
-    Those of rules whose limit follows the norm are zeros.
+    Rules whose limit follows the norm get zeros.
     """
     x = [
         SIGNS * SIZE * {"above": case.above, "below": 0.02}.get(point, 3.0)
@@ -137,7 +136,7 @@ def at(point: str) -> np.ndarray:
 def totals(
     fw: Framework, functions: list[Any] = FUNCTIONS, dtype: str = "float64"
 ) -> Callable[[Any], list[Any]]:
-    """Return what makes of rows the weighted sum of what each function makes of its row."""
+    """Return a function from rows to the weighted sum of each function of its row."""
     shaped, add = (lambda a, s: a.reshape(s)), (lambda a: a.sum())
     if fw.family == "TensorFlow":
         import tensorflow as tf
@@ -146,7 +145,8 @@ def totals(
     weights = [fw.array(w, dtype) for w in (WEIGHTS[:16].reshape(4, 4), WEIGHTS[16:])]
 
     def total(function: Callable[[list[Any]], Any], row: Any) -> Any:
-        results = function([shaped(row[:16] * 1, (4, 4)), row[16:] * 1])  # arrays of their own
+        # Multiply by 1 so that the leaves are arrays of their own.
+        results = function([shaped(row[:16] * 1, (4, 4)), row[16:] * 1])
         return (
             add(results[0])
             if len(results) == 1
@@ -158,9 +158,7 @@ def totals(
 
 @cache
 def wanted(point: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the derivatives of all totals and those in the direction,
-    by differences of NumPy's values in float64.
-    """
+    """Return the derivatives of all totals, and those along the direction, as differences."""
     x, value, h = (
         at(point),
         lambda x: np.asarray(totals(NUMPY)(x)),
@@ -180,7 +178,7 @@ def wanted(point: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def right(fw: Framework, point: str, *found: Any, rtol: float = 1e-6) -> None:
-    """Require derivatives to be those of finite differences where there are any, else finite."""
+    """Require derivatives to agree with finite differences where these exist, else to be finite."""
     first, along, *seconds = map(fw.numpy, found)
     slopes, curvatures = wanted(point)
     there = {"at the limit": IDENTITIES, "at zero": IDENTITIES, "beside zeros": SMOOTH}.get(
@@ -206,7 +204,7 @@ def right(fw: Framework, point: str, *found: Any, rtol: float = 1e-6) -> None:
 
 @pytest.mark.needs("torch")
 def test_torch() -> None:
-    """Derivatives by autograd and by functorch, once and twice."""
+    """PyTorch's first and second derivatives are right, by autograd and by functorch."""
     import torch
 
     fw, d = Torch(), torch.from_numpy(DIRECTION)
@@ -218,14 +216,14 @@ def test_torch() -> None:
         plain, way = x.detach(), d.expand(x.shape)
         along = torch.func.jvp(every, (plain,), (way,))[1]
         mixed = torch.func.jvp(torch.func.grad(lambda x: every(x).sum()), (plain,), (way,))[1]
-        # Lazy zeros of PyTorch's are no NumPy arrays.
+        # PyTorch's lazy zeros do not convert to NumPy arrays.
         right(fw, point, first, along, second, mixed + 0)
 
 
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax() -> None:
-    """Reverse and forward mode in one jitted program, once and twice."""
+    """JAX's first and second derivatives are right, in reverse and forward mode of one program."""
     import jax
     import jax.numpy as jnp
 
@@ -247,7 +245,7 @@ def test_jax() -> None:
 
 @pytest.mark.needs("tensorflow")
 def test_tensorflow() -> None:
-    """Tapes, once and twice, of every third function in a graph too; forward accumulators."""
+    """TensorFlow's tapes, nested and partly in a graph, and its forward accumulators are right."""
     import tensorflow as tf
 
     fw = TensorFlow()
@@ -280,8 +278,9 @@ def test_tensorflow() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("bounds", ["numbers", "tensors"])
 def test_the_derivative_at_a_bound(bounds: str) -> None:
-    """It is 1, and does not go through PyTorch's ``clamp``, for which it depends on the version;
-    NaN stays NaN.
+    """The derivative at a bound is 1, and NaN stays NaN.
+
+    PyTorch's ``clamp`` is avoided, since its derivative there depends on the version.
     """
     import torch
 
@@ -311,7 +310,7 @@ def test_the_derivative_at_a_bound(bounds: str) -> None:
 
 @pytest.mark.needs("mlx")
 def test_mlx() -> None:
-    """Reverse mode, in float32; at a bound of values MLX takes the other side."""
+    """MLX's derivatives are right, in float32; at a bound of values MLX takes the other side."""
     import mlx.core as mx
 
     fw = MLX()
@@ -321,7 +320,7 @@ def test_mlx() -> None:
         right(fw, point, first, first @ fw.array(DIRECTION), rtol=1e-4)
 
 
-# Steps of rules that remember
+# Steps of stateful rules
 
 LEARNING = {
     "zclip": uc.zclip(warmup=2),
@@ -342,9 +341,7 @@ STEPS = {
 
 @cache
 def differences(name: str, kind: str) -> np.ndarray:
-    """Return the slope of what each step leaves of its own gradient,
-    in a state that stays as it is.
-    """
+    """Return the derivative of each clipped gradient by its own gradient, for a fixed state."""
     rule, steps, found = LEARNING[name], np.asarray(STEPS[kind]), []
     state = rule.init(steps[0])
     for grads in steps:
@@ -355,7 +352,7 @@ def differences(name: str, kind: str) -> np.ndarray:
 
 
 def left(steps: Any, state: Any, rule: Any) -> Any:
-    """Return the sum of what steps leave of their gradients."""
+    """Return the sum of the clipped gradients of some steps."""
     total = 0
     for number in range(5):
         clipped, state, _ = rule.update(steps[number], state)
@@ -364,7 +361,7 @@ def left(steps: Any, state: Any, rule: Any) -> Any:
 
 
 def left_by_scan(steps: Any, state: Any, rule: Any) -> Any:
-    """Return the same by a loop that JAX compiles once."""
+    """Return the sum of the clipped gradients, by a loop that JAX compiles once."""
     import jax
 
     def step(state: Any, grads: Any) -> Any:
@@ -377,10 +374,7 @@ def left_by_scan(steps: Any, state: Any, rule: Any) -> Any:
 @cases(Torch(), TensorFlow(), JAXx64())
 @pytest.mark.usefixtures("_quickly")
 def test_steps(way: Framework) -> None:
-    """No derivative goes through a memory, which is a record of numbers.
-
-    Through steps they are right and finite.
-    """
+    """No derivative goes through a state, and those through steps are right and finite."""
     total = left_by_scan if way.family == "JAX" else left
     slopes = {name: way.derivative(partial(total, rule=rule)) for name, rule in LEARNING.items()}
     with way.context():
@@ -401,9 +395,9 @@ def test_steps(way: Framework) -> None:
 @cases(Torch(), JAXx64())
 @pytest.mark.usefixtures("_quickly")
 def test_transformations(way: Framework) -> None:
-    """Hessians, batches of derivatives and recomputed clips.
+    """Hessians, batches of derivatives and recomputed clips agree with formulas.
 
-    Derivatives by the limit; all by formulas.
+    So do derivatives with respect to the limit.
     """
     if way.family == "JAX":
         import jax
@@ -440,9 +434,9 @@ def test_transformations(way: Framework) -> None:
 
 @pytest.mark.needs("torch")
 def test_what_autograd_records() -> None:
-    """Some of the gradients carry a graph, others not.
+    """Some gradients carry a graph, and others do not.
 
-    A curve has a parameter; a compiled clip is derived.
+    A curve has a parameter; a compiled clip is differentiated.
     """
     import torch
 
@@ -459,9 +453,7 @@ def test_what_autograd_records() -> None:
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_torch_compiled() -> None:
-    """What is compiled without a graph break has the derivatives of what is not,
-    at the limit and at zero too.
-    """
+    """Code compiled without a graph break has the eager derivatives, at the limit and at 0, too."""
     import torch
 
     row, eager = list(CASES).index("global norm"), Torch()
@@ -476,7 +468,7 @@ def test_torch_compiled() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("rule", [uc.zclip(), uc.autoclip(), uc.adagc()], ids=str)
 def test_a_state_that_records_derivatives(rule: uc.Rule) -> None:
-    """A memory that somebody computes derivatives of is taken, and the next one is detached."""
+    """A state with a graph is accepted, and the next state is detached."""
     import torch
 
     grads = [torch.ones(3)]

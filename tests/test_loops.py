@@ -1,6 +1,4 @@
-"""The loops of public programs, in small: with uniclip in the place of their own clipping they have
-the same losses.
-"""
+"""Small versions of the loops of public programs: their losses do not change with uniclip."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ X, Y = RNG.standard_normal((8, 4)).astype("float32"), RNG.standard_normal((8, 2)
 STEPS = 6
 
 Loop: TypeAlias = Callable[[str], list[float]]
-"""Takes steps with its own clipping, with uniclip's, or with none, and returns the losses."""
+"""Takes steps with its own clipping, with uniclip, or with none, and returns the losses."""
 
 
 def network(width: int = 8) -> tuple[Any, Any, Any]:
-    """Return a network of PyTorch, whose parameters have no names in an optimizer, and a batch."""
+    """Return a PyTorch network, whose parameters have no names in an optimizer, and a batch."""
     import torch
 
     torch.manual_seed(0)
@@ -33,9 +31,7 @@ def network(width: int = 8) -> tuple[Any, Any, Any]:
 
 
 def accumulate_scaled(clips: str) -> list[float]:
-    """Like nanoGPT: two groups by weight decay, micro-batches,
-    a loss scale that is taken away before clipping.
-    """
+    """Train like nanoGPT: two groups by weight decay, micro-batches, unscaling before clipping."""
     import torch
 
     from uniclip.integrations.torch import attach
@@ -65,9 +61,7 @@ def accumulate_scaled(clips: str) -> list[float]:
 
 
 def go_over_a_batch_again(clips: str) -> list[float]:
-    """Like PPO in CleanRL: minibatches of one rollout, gone over some times,
-    with one rate for all parameters.
-    """
+    """Train like PPO in CleanRL: several epochs over the minibatches of one rollout."""
     import torch
 
     from uniclip.integrations.torch import attach
@@ -96,9 +90,7 @@ def go_over_a_batch_again(clips: str) -> list[float]:
 
 
 def move_by_hand(clips: str) -> list[float]:
-    """Like the word language model of PyTorch's examples: no optimizer,
-    so the functions are taken that look alike.
-    """
+    """Train like PyTorch's word language model: without an optimizer, by the drop-in functions."""
     import torch
 
     from uniclip.integrations.torch import clip_grad_norm_
@@ -121,7 +113,7 @@ def move_by_hand(clips: str) -> list[float]:
 
 
 def leave_out_the_head(clips: str) -> list[float]:
-    """Like timm: adaptive clipping of all but the head."""
+    """Train like timm: adaptive clipping of all parameters but the head."""
     import torch
 
     from uniclip.integrations.torch import attach
@@ -152,7 +144,7 @@ def leave_out_the_head(clips: str) -> list[float]:
 
 
 class Agent:
-    """It makes its optimizer, and clips in a step of its own."""
+    """An agent that creates its optimizer, and clips in its own training step."""
 
     def __init__(self, max_grad_norm: float, optimizer_class: Any) -> None:
         self.model, self.x, self.y = network()
@@ -175,7 +167,7 @@ class Agent:
 
 
 def clip_inside(clips: str) -> list[float]:
-    """Like Stable-Baselines3, whose clipping is switched off."""
+    """Train like Stable-Baselines3, with its own clipping disabled."""
     import torch
 
     from uniclip.integrations.torch import attach
@@ -187,9 +179,7 @@ def clip_inside(clips: str) -> list[float]:
 
 
 def scan_it_all(clips: str, tell: Callable[[Any], None] = lambda rows: None) -> list[float]:
-    """Like PureJaxRL: the whole training in one ``jit`` and ``scan``,
-    which returns the scalars of all steps.
-    """
+    """Train like PureJaxRL: all steps in one ``jit`` and ``scan``, which returns their scalars."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -215,9 +205,7 @@ def scan_it_all(clips: str, tell: Callable[[Any], None] = lambda rows: None) -> 
 
 
 def replay_in_keras(clips: str) -> list[float]:
-    """Like the deep Q-learning of Keras' examples: a tape,
-    and ``apply_gradients`` of an optimizer that clips.
-    """
+    """Train like deep Q-learning in Keras' examples: a tape, and an optimizer that clips."""
     import keras
     import tensorflow as tf
 
@@ -259,9 +247,7 @@ LOOPS: dict[Loop, str] = {
     ],
 )
 def test_loops(loop: Loop) -> None:
-    """The losses are those of the program, which are not those of a training that is
-    not clipped.
-    """
+    """The losses equal those of the program, and differ from those of unclipped training."""
     own, ours, unclipped = loop("own"), loop("uniclip"), loop("none")
     np.testing.assert_allclose(ours, own, rtol=2e-5)
     assert max(abs(np.subtract(own, unclipped))) > 1e-3
@@ -269,7 +255,7 @@ def test_loops(loop: Loop) -> None:
 
 @pytest.mark.needs("optax")
 def test_a_scan_is_recorded(tmp_path: Path) -> None:
-    """What a scan returns is recorded at once, with the losses."""
+    """The rows that a scan returns are recorded at once, with the losses."""
     with insight.Recorder(tmp_path / "run.jsonl", rule=uc.by_global_norm(LIMIT)) as record:
         losses = scan_it_all("uniclip", lambda told: record(told[0], loss=told[1]))
     run = insight.read(tmp_path / "run.jsonl")
@@ -279,9 +265,7 @@ def test_a_scan_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.needs("torch")
 def test_a_class_that_attaches_its_rule(tmp_path: Path) -> None:
-    """An optimizer that a library makes by itself has its rule, and what it has learned,
-    again once it is loaded.
-    """
+    """An optimizer that a library creates itself gets its rule and its state back on loading."""
     import torch
 
     from uniclip.integrations.torch import attach
@@ -300,9 +284,7 @@ def test_a_class_that_attaches_its_rule(tmp_path: Path) -> None:
 
 @pytest.mark.needs("torch")
 def test_what_was_clipped_before(tmp_path: Path) -> None:
-    """Where the clipping inside is left on, reports look healthy,
-    and the summary says that something else clips.
-    """
+    """With the library's own clipping left on, the summary reports that something else clips."""
     import torch
 
     from uniclip.integrations.torch import attach

@@ -1,6 +1,4 @@
-"""Compiled programs of many leaves: they grow as the leaves do,
-and JAX transforms them as it does those of few.
-"""
+"""Compiled programs of many leaves: their size grows linearly, and JAX can transform them."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ RULES = SOME | {
 
 
 def leaves(count: int = MANY, scale: float = 1.0) -> list[np.ndarray]:
-    """Return gradients of 4x2, of many sizes."""
+    """Return gradients of shape 4x2, of many magnitudes."""
     rng = np.random.default_rng(0)
     return [
         (scale * (number % 7) * rng.standard_normal((4, 2))).astype("f") for number in range(count)
@@ -50,9 +48,9 @@ def leaves(count: int = MANY, scale: float = 1.0) -> list[np.ndarray]:
 
 
 def step(rule: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-    """Return what a rule makes of gradients, and of its memory.
+    """Return the results of a rule, and its state.
 
-    Parameters are of the gradients' library.
+    Parameters belong to the library of the gradients.
     """
     like = np.asarray if isinstance(grads[0], np.ndarray) else jnp.asarray
     params = [like(np.cos(array)) for array in leaves(len(grads))]
@@ -62,7 +60,7 @@ def step(rule: Any, grads: Any, state: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def _quickly() -> Iterator[None]:
-    """Compile in a moment, where it is values that count."""
+    """Compile without optimizations, where only values are tested."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -70,9 +68,9 @@ def _quickly() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_programs_grow_as_the_leaves_do(name: str) -> None:
-    """The instructions that XLA makes grow no faster than the leaves.
+    """XLA's instructions grow no faster than the leaves.
 
-    A jaxpr does not show what is copied.
+    A jaxpr does not show copies.
     """
 
     def instructions(count: int) -> int:
@@ -90,7 +88,7 @@ def test_programs_grow_as_the_leaves_do(name: str) -> None:
 
 @pytest.mark.needs("tensorflow")
 def test_xla_from_tensorflow() -> None:
-    """Programs that TensorFlow has XLA make grow as the leaves do, too."""
+    """Programs that TensorFlow compiles with XLA grow linearly, too."""
     import tensorflow as tf
 
     def instructions(count: int) -> int:
@@ -115,18 +113,18 @@ def close(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
 
 
 def total(rule: Any, state: Any, grads: Any) -> Any:
-    """Return a number that depends on all that comes out."""
+    """Return a number that depends on all results."""
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in step(rule, grads, state)[0])
 
 
 def batched(function: Callable[[Any], Any], grads: Any) -> Any:
-    """Return the second of three results of a function of a batch."""
+    """Return the second of three results of a batched function."""
     batch = jax.tree.map(lambda leaf: jnp.stack([2 * leaf, leaf, 0 * leaf]), grads)
     return jax.tree.map(lambda leaf: leaf[1], jax.jit(jax.vmap(function))(batch))
 
 
 def scanned(rule: Any, grads: Any, state: Any) -> Any:
-    """Return what the last of three steps makes, in one loop."""
+    """Return the result of the last of three steps, in one loop."""
     steps = jax.tree.map(lambda leaf: jnp.stack([leaf, 3 * leaf, leaf]), grads)
     last, every = jax.jit(partial(jax.lax.scan, lambda held, one: step(rule, one, held)[::-1]))(
         state, steps
@@ -137,8 +135,9 @@ def scanned(rule: Any, grads: Any, state: Any) -> Any:
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.usefixtures("_quickly")
 def test_transformations(name: str) -> None:
-    """Values are NumPy's, derivatives those outside of jit; in batches, loops, exported,
-    with donated buffers.
+    """Values are NumPy's, and derivatives are those outside of jit.
+
+    This applies in batches and loops, to exported programs, and with donated buffers.
     """
     rule, plain = SOME[name], leaves()
     grads, first = list(map(jnp.asarray, plain)), rule.init(plain)
@@ -167,9 +166,9 @@ def test_transformations(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.usefixtures("_quickly")
 def test_devices(name: str) -> None:
-    """Leaves of which devices hold parts are clipped as whole ones.
+    """Leaves sharded over devices are clipped like full ones.
 
-    None is gathered, and there are few reductions.
+    No leaf is gathered, and there are few reductions.
     """
     rule, plain = SOME[name], leaves()
     mesh, state = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), rule.init(plain)

@@ -1,5 +1,6 @@
-"""What rules remember: `Clipper` is the loop by hand, and states go on through copies,
-files and other frameworks.
+"""The state of rules: `Clipper` equals the loop by hand, and states survive copies and files.
+
+They also move to other frameworks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Largest(uc.Limit):
-    """A limit of one's own: half the largest norm so far, once a norm was above 1."""
+    """A custom limit: half the largest norm so far, once a norm was above 1."""
 
     stateful: ClassVar[bool] = True
 
@@ -65,9 +66,7 @@ SOME = {
     name: RULES[name]
     for name in ("autoclip", "spam", "skip_spikes", "chain of value and zclip", "own limit")
 }
-"""Rules that remember one norm, one of each entry, the loss, something inside of others,
-and something of one's own.
-"""
+"""Rules with a state of one norm, of elements, of the loss, of inner rules, and custom ones."""
 
 
 LABELLED = (
@@ -79,7 +78,7 @@ LABELLED = (
     "masked adagc",
     "own limit",
 )
-"""Rules that remember a norm of each leaf, or more."""
+"""Rules with a state for each leaf, or more."""
 
 
 def made(framework: Framework, number: int) -> Any:
@@ -88,7 +87,7 @@ def made(framework: Framework, number: int) -> Any:
 
 
 def numbers(framework: Framework, tree: Any) -> list[np.ndarray]:
-    """Return the leaves of a tree as NumPy's."""
+    """Return the leaves of a tree as NumPy arrays."""
     return [framework.numpy(leaf) for leaf in leaves(tree)]
 
 
@@ -103,19 +102,19 @@ def train(framework: Framework, clipper: Any, which: Any) -> Arrays:
 
 
 def same(found: Arrays, wanted: Arrays, rtol: float = 0.0) -> None:
-    """Require the gradients of some steps to be equal, bit by bit unless a tolerance is given."""
+    """Require the gradients of some steps to be equal, bit for bit unless a tolerance is given."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(one, other, rtol=rtol, err_msg=f"step {number} of these")
 
 
 def through_json(saved: Any) -> Any:
-    """Return a state as it comes out of a file of JSON."""
+    """Return a state after a round trip through JSON."""
     return json.loads(json.dumps(saved, allow_nan=False))
 
 
 def loaded(rule: Any, saved: dict[str, Any]) -> uc.Clipper:
-    """Return a clipper that goes on from a saved state."""
+    """Return a clipper with a loaded state."""
     clipper = uc.Clipper(rule)
     clipper.load_state_dict(saved)
     return clipper
@@ -133,9 +132,7 @@ def after(rule: Any, *grads: Any) -> uc.Clipper:
 
 
 def check_loop(framework: Framework, uc: ModuleType, rule: Any) -> None:
-    """Require a clipper to do at each step what the rule does by itself,
-    and to save what ``to_dict`` returns.
-    """
+    """Require a clipper to equal the rule at each step, and to save the result of ``to_dict``."""
     clipper, weights = uc.Clipper(rule), mapped(framework.array, params("float32"))
     state = rule.init(weights)
     assert (clipper.report, clipper.state, clipper.state_dict()) == (None, None, {})
@@ -164,14 +161,14 @@ def check_loop(framework: Framework, uc: ModuleType, rule: Any) -> None:
 def test_a_clipper_is_the_loop_by_hand(name: str) -> None:
     """Gradients, states and reports are those of ``rule.update``.
 
-    Only numbers, lists and texts are saved.
+    Saved states contain only numbers, lists and texts.
     """
     check_loop(NUMPY, uc, RULES[name])
 
 
 @on_numpy
 def test_a_rule_without_memory_saves_nothing() -> None:
-    """It loads nothing, either, and a function is a rule, too; a clipper prints as its source."""
+    """A stateless rule saves and loads nothing; a function is a rule; a clipper has a repr."""
     for rule in (uc.by_norm(1.0), double):
         clipper = loaded(rule, {})
         same(train(NUMPY, clipper, [0]), [leaves(uc.clip(STEPS[0], rule)[0])])
@@ -183,8 +180,9 @@ def test_a_rule_without_memory_saves_nothing() -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_in_place(framework: Framework, name: str) -> None:
-    """``clip_`` writes what a call returns, and returns the report;
-    where arrays never change it is an error.
+    """``clip_`` writes the result of a call, and returns the report.
+
+    It raises where arrays are immutable.
     """
     usual, clipper = uc.Clipper(RULES[name]), uc.Clipper(RULES[name])
     for number, loss in enumerate(LOSSES[:8]):
@@ -201,7 +199,7 @@ def test_in_place(framework: Framework, name: str) -> None:
 
 
 def test_the_loss(framework: Framework) -> None:
-    """A spike of the loss alone makes the gradients zero; without a loss nothing does."""
+    """A spike of the loss alone makes the gradients zero; without a loss they are unchanged."""
     heard, deaf = (uc.Clipper(uc.skip_spikes(window=8, warmup=3)) for _ in range(2))
     grads = [framework.array([3.0, 4.0])]
     for loss in (1.0, 1.1, 0.9, 100.0, 1.0):
@@ -212,9 +210,9 @@ def test_the_loss(framework: Framework) -> None:
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero", "raise"])
 def test_a_step_that_is_not_finite(framework: Framework, nonfinite: Any) -> None:
-    """It teaches nothing, as the first one and later.
+    """A non-finite step leaves the state unchanged, also as the first one.
 
-    The report is of that step, unless it raised.
+    The report describes this step, unless it raised.
     """
     inner = uc.zclip(warmup=2, nonfinite=nonfinite)
     for rule in (
@@ -241,7 +239,7 @@ def test_a_step_that_is_not_finite(framework: Framework, nonfinite: Any) -> None
 @on_numpy
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_without_gradients(name: str) -> None:
-    """It teaches nothing, first or later."""
+    """A step without gradients leaves the state unchanged, also as the first one."""
     clipper, plain, nothing = (
         uc.Clipper(RULES[name]),
         uc.Clipper(RULES[name]),
@@ -255,16 +253,16 @@ def test_a_step_without_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str) -> None:
-    """They leave their rows as they were, as in ``rule.update``.
+    """Absent gradients leave their rows of the state unchanged, as in ``rule.update``.
 
-    A state goes on at such a step, too.
+    A state can also be loaded at such a step.
     """
     rule, weights = RULES[name], mapped(framework.array, params("float32"))
     clipper, state = uc.Clipper(rule), rule.init(weights)
     for number, absent in enumerate((None, "w", None, "b", "w", None)):
         if number == 4:
             clipper = loaded(rule, through_json(clipper.state_dict()))
-            # which see nothing of the shapes, or nothing at all
+            # These rules see no shapes, or no leaf at all.
             if name in {"spam", "own limit", "masked adagc"}:
                 clipper.init(weights)
         grads = {
@@ -283,7 +281,7 @@ def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str
 
 @on_numpy
 def test_a_gradient_that_comes_late() -> None:
-    """A leaf has a name in what is saved from the first step on, also before it has a gradient."""
+    """A leaf has a name in the saved state from the first step on, even without a gradient."""
     rule, both = uc.adagc(warmup=1), {"b": np.asarray([2.0]), "w": np.asarray([3.0, 4.0])}
     early = after(rule, {**both, "b": None})
     assert early.state_dict()["leaves"] == [["['b']", "['w']"]]
@@ -297,9 +295,7 @@ def test_a_gradient_that_comes_late() -> None:
 
 @on_numpy
 def test_a_copy_goes_on_without_a_gradient() -> None:
-    """With norms of rows or entries the parameters say of which shape an absent gradient
-    would be.
-    """
+    """With norms of rows or elements, the parameters give the shape of an absent gradient."""
     rule, weights = uc.spam(warmup=1), {"a": np.ones(2), "b": np.ones(3)}
     clipper = after(rule, weights)
     again, late = copy.deepcopy(clipper), {"a": 9 * np.ones(2), "b": None}
@@ -307,9 +303,7 @@ def test_a_copy_goes_on_without_a_gradient() -> None:
 
 
 def test_parameters_make_the_first_state(framework: Framework) -> None:
-    """``init`` takes parameters of the shapes of the gradients,
-    before the first step and after loading.
-    """
+    """``init`` accepts parameters in place of gradients, before the first step or after loading."""
     weights = mapped(framework.array, params("float32"))
     for rule in SOME.values():
         clipper, plain = uc.Clipper(rule), uc.Clipper(rule)
@@ -322,7 +316,7 @@ def test_parameters_make_the_first_state(framework: Framework) -> None:
         same(train(framework, again, range(3, 6)), train(framework, plain, range(3, 6)))
 
 
-# --- Going on
+# --- Resuming
 
 
 WAYS: dict[str, Callable[[uc.Clipper], uc.Clipper]] = {
@@ -334,9 +328,7 @@ WAYS: dict[str, Callable[[uc.Clipper], uc.Clipper]] = {
 
 
 def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
-    """Require a copy to take the steps that the clipper itself takes,
-    and to have its own memory.
-    """
+    """Require a copy to continue like the clipper, with a state of its own."""
     clipper = uc.Clipper(rule)
     train(framework, clipper, range(done))
     before = clipper.state_dict()
@@ -346,7 +338,8 @@ def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
     assert again.state_dict() == before
     same(train(framework, again, range(done, 12)), wanted)
     assert again.state_dict() == clipper.state_dict()
-    again.load_state_dict(before)  # which forgets what was learned since
+    # This discards the steps since.
+    again.load_state_dict(before)
     assert again.report is None
     same(train(framework, again, range(done, 12)), wanted)
     again.load_state_dict({})
@@ -356,7 +349,7 @@ def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
         not np.allclose(*pair, rtol=1e-6, equal_nan=True)
         for pair in zip(leaves(anew), leaves(wanted), strict=True)
     )
-    # whose second rule sees norms of 1
+    # The second rule of this chain sees norms of 1.
     assert differs is (done > 0 and rule != RULES["chain of skip and autoclip"])
 
 
@@ -364,18 +357,16 @@ def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in RULES if name != "own limit"])
 def test_going_on(name: str, way: str) -> None:
-    """After any way through a copy or a file all later steps are bitwise those of a run without
-    a break.
-    """
+    """After any copy or file, all later steps are bitwise those of an uninterrupted run."""
     check_goes_on(NUMPY, RULES[name], way, 5)
 
 
 @pytest.mark.only("strict", "mlx", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", SOME)
 def test_other_frameworks(framework: Framework, name: str) -> None:
-    """The same, of some rules: a clipper is the loop by hand, and goes on.
+    """A clipper of each framework equals the loop by hand, and can be resumed.
 
-    Before the first step, too.
+    This includes the state before the first step.
     """
     check_loop(framework, uc, RULES[name])
     for way, done in (("JSON", 5), ("deepcopy", 5), ("pickle", 0)):
@@ -384,9 +375,7 @@ def test_other_frameworks(framework: Framework, name: str) -> None:
 
 @on_numpy
 def test_what_is_saved_is_a_copy() -> None:
-    """What is done to a saved dictionary, deep inside too, reaches no clipper;
-    arrays load as lists do.
-    """
+    """Changes of a saved dictionary reach no clipper, and arrays load like lists."""
     clipper = after(uc.percentile_clipping(50, window=3), STEPS[0])
     saved = clipper.state_dict()
     again, wanted = loaded(clipper.rule, saved), copy.deepcopy(saved)
@@ -407,7 +396,7 @@ def test_what_is_saved_is_a_copy() -> None:
 @pytest.mark.needs("torch", "tensorflow", "jax", "mlx", "strict")
 @pytest.mark.parametrize("name", [name for name in RULES if name != "own limit"])
 def test_through_all_frameworks(name: str) -> None:
-    """Twelve steps, each two in another framework, are those of a run on NumPy alone."""
+    """Twelve steps, two in each framework, are those of a run on NumPy alone."""
     wanted, saved, found = train(NUMPY, uc.Clipper(RULES[name]), range(12)), {}, []
     for number, names in enumerate(("numpy", "torch", "jax", "tensorflow", "mlx", "strict")):
         clipper, here = loaded(RULES[name], saved), EAGER[names][0]()
@@ -422,7 +411,7 @@ def test_through_all_frameworks(name: str) -> None:
 def half_way(
     framework: Framework, rule: Any
 ) -> tuple[uc.Clipper, Callable[[dict[str, Any]], None]]:
-    """Return a clipper after six steps, and what requires a saved state to go on as it does."""
+    """Return a clipper after six steps, and a check that a saved state continues like it."""
     clipper = uc.Clipper(rule)
     train(framework, clipper, range(6))
     wanted = train(framework, copy.deepcopy(clipper), range(6, 12))
@@ -432,9 +421,7 @@ def half_way(
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", SOME)
 def test_files_of_torch(name: str, tmp_path: Path) -> None:
-    """A state goes through `torch.save` as numbers and as tensors,
-    of gradients that record derivatives, too.
-    """
+    """A state passes through `torch.save` as numbers and as tensors, of a graph, too."""
     import torch
 
     framework, rule, path = EAGER["torch"][0](), SOME[name], tmp_path / "state.pt"
@@ -454,7 +441,7 @@ def test_files_of_torch(name: str, tmp_path: Path) -> None:
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("name", ["autoclip", "spam"])
 def test_files_of_tensorflow(name: str, tmp_path: Path) -> None:
-    """A state goes through `tf.train.Checkpoint` as JSON."""
+    """A state passes through `tf.train.Checkpoint` as JSON."""
     import tensorflow as tf
 
     framework, rule = EAGER["tensorflow"][0](), SOME[name]
@@ -469,8 +456,9 @@ def test_files_of_tensorflow(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.needs("jax", "optax")
 def test_files_of_jax(tmp_path: Path) -> None:
-    """A state is one more tree of arrays beside the parameters, and comes back bit by bit;
-    to another mesh, too.
+    """A state is saved next to the parameters as a tree of arrays, and comes back bit for bit.
+
+    It can be loaded onto another mesh.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -556,7 +544,7 @@ TUNED: dict[str, tuple[Any, Any]] = {
 @on_numpy
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_rule(name: str) -> None:
-    """The state of another kind of rule is refused at once, and nothing is lost."""
+    """The state of another rule is refused at once, and the own state is kept."""
     before, rule = OTHERS[name]
     saved = after(before, STEPS[0]).state_dict()
     used, plain = after(rule, STEPS[0], STEPS[1]), after(rule, STEPS[0], STEPS[1])
@@ -574,7 +562,7 @@ def test_another_rule(name: str) -> None:
 @on_numpy
 @pytest.mark.parametrize("name", TUNED)
 def test_a_rule_that_is_tuned(name: str) -> None:
-    """Other numbers and functions, and other rules without memory, leave a state what it is."""
+    """A state fits a rule with other parameters or functions, and with other stateless rules."""
     before, rule = TUNED[name]
     saved = after(before, STEPS[0]).state_dict()
     clipper = loaded(rule, saved)
@@ -587,8 +575,9 @@ def test_a_rule_that_is_tuned(name: str) -> None:
 @pytest.mark.only("numpy", "torch")
 @pytest.mark.parametrize("name", LABELLED)
 def test_other_leaves(framework: Framework, name: str) -> None:
-    """A state of as many norms of the same shapes, but of other leaves, is refused by name;
-    and changes nothing.
+    """A state of other leaves is refused by name, even if its norms have the same shapes.
+
+    The clipper keeps its state.
     """
     rule = (
         uc.masked(RULES[name].rule, lambda path, leaf: path[0] != "b")
@@ -599,7 +588,8 @@ def test_other_leaves(framework: Framework, name: str) -> None:
     others, w, v = {"b": grads["b"], "v": grads["w"]}, r"grads\['w'\]", r"grads\['v'\]"
     saved, fresh = after(rule, grads).state_dict(), uc.Clipper(rule)
     fresh.load_state_dict(saved)
-    for act in (fresh, fresh.init, fresh):  # trying again neither helps nor loses what was loaded
+    # A second attempt also fails, and keeps the loaded state.
+    for act in (fresh, fresh.init, fresh):
         with pytest.raises(ValueError, match=rf"{w}.*{v}.*uniclip\.saved\.renamed"):
             act(others)
         assert (fresh.state, fresh.report, fresh.state_dict()) == (None, None, saved)
@@ -625,7 +615,7 @@ def test_other_leaves(framework: Framework, name: str) -> None:
 
 @on_numpy
 def test_other_leaves_of_one_norm() -> None:
-    """A rule over all leaves does not care which ones there are."""
+    """The state of a rule over all leaves does not depend on their names."""
     rule = uc.chain(double, uc.autoclip(50, 4))
     clipper = loaded(rule, after(rule, {"b": np.asarray([1.0])}).state_dict())
     clipper({"b": np.asarray([1.0]), "w": np.asarray([[3.0, 4.0]])})
@@ -651,9 +641,7 @@ GRADS = OrderedDict(w=np.asarray([3.0, 4.0]), b=np.asarray([1.0]))
 @pytest.mark.only("numpy", "torch", "jax")
 @pytest.mark.parametrize("name", ORDERED)
 def test_leaves_in_another_order(framework: Framework, name: str) -> None:
-    """Norms are known by the names of their leaves:
-    a state goes on where these come in another order.
-    """
+    """A state belongs to the names of leaves, so their order may change."""
     steps = [
         OrderedDict((key, framework.array(size * GRADS[key])) for key in GRADS)
         for size in (1.0, 3.0, 9.0, 2.0)
@@ -671,8 +659,9 @@ def test_leaves_in_another_order(framework: Framework, name: str) -> None:
 @on_numpy
 @pytest.mark.parametrize("name", ["adagc", "as many norms as leaves"])
 def test_frozen_leaves(name: str) -> None:
-    """A leaf that never has a gradient keeps its place: a state goes on in the same tree,
-    and is refused without it.
+    """A leaf that never has a gradient keeps its place in the state.
+
+    The state continues in the same tree, and is refused without the leaf.
     """
     steps = [{key: size * GRADS[key] for key in GRADS} for size in (1.0, 3.0, 9.0, 2.0)]
     frozen = [OrderedDict(w=grads["w"], frozen=None, b=grads["b"]) for grads in steps]
@@ -689,7 +678,7 @@ def test_frozen_leaves(name: str) -> None:
 
 @on_numpy
 def test_other_shapes_and_numbers_of_norms() -> None:
-    """An array of another shape, one that is missing and one too many are refused by name."""
+    """Arrays that have another shape, are missing or are superfluous are refused by name."""
     grads, rule = {"b": np.asarray([1.0]), "w": np.asarray([[3.0, 4.0]])}, uc.spam()
     saved = after(rule, grads).state_dict()
     with pytest.raises(ValueError, match=r"\(1, 1, 2\).*\(1, 2, 1\)"):
@@ -707,7 +696,7 @@ def test_other_shapes_and_numbers_of_norms() -> None:
 def test_another_format() -> None:
     """A state of another format is refused by its number.
 
-    One without a number is taken for this one.
+    A state without a number is read as the current format.
     """
     clipper = after(uc.adagc(), GRADS)
     saved = clipper.state_dict()
@@ -729,9 +718,9 @@ def test_another_format() -> None:
 
 @on_numpy
 def test_renamed() -> None:
-    """Other names are given by a dict, which may leave some out, or by a function.
+    """A dict, which may be partial, or a function renames the leaves of a state.
 
-    The state itself stays as it was.
+    The state itself is unchanged.
     """
     saved = after(uc.chain(uc.autoclip(), uc.adagc()), GRADS).state_dict()
     before = copy.deepcopy(saved)
@@ -749,15 +738,14 @@ def test_renamed() -> None:
 
 
 def test_compiled_code(compiler: Framework) -> None:
-    """A clipper that remembers refuses code that is being compiled, says what to use there,
-    and is as it was.
-    """
+    """A stateful clipper refuses compiled code, names the alternative, and stays as it was."""
     grads, clipper = {"w": compiler.array([3.0, 4.0])}, uc.Clipper(uc.norm_growth())
     plain = uc.Clipper(uc.by_global_norm(1.0))
     plain.logs()
     compiler.run(lambda grads: plain(grads)["w"], grads)
-    assert plain.logs() == {}  # of code that runs once there is nothing to log
-    # torch.compile has its own errors
+    # Code that runs once has nothing to log.
+    assert plain.logs() == {}
+    # torch.compile wraps the error in its own.
     with pytest.raises(Exception, match=r"rule\.update\(grads, state\)"):
         compiler.run(lambda grads: clipper(grads), grads)
     assert (clipper.state, clipper.report) == (None, None)
@@ -770,9 +758,7 @@ def one_more(step: Any) -> Any:
 
 @pytest.mark.only("numpy", "torch")
 def test_threads_that_read(framework: Framework) -> None:
-    """While one thread clips, another one sees state and report of whole steps, in order,
-    and saves them.
-    """
+    """While one thread clips, another one reads and saves states of whole steps, in order."""
     limit = uc.by_global_norm(uc.limits.Schedule(one_more))
     clipper, seen, done, ones = (
         uc.Clipper(uc.chain(limit, limit)),
@@ -818,9 +804,9 @@ LOGGED = {
 
 @pytest.mark.parametrize("name", LOGGED)
 def test_logs(framework: Framework, name: str) -> None:
-    """Between two logs there are the last scalars, means, and the largest finite norm.
+    """Logs contain the last scalars, means, and the largest finite norm since the last log.
 
-    First the last step alone.
+    The first log is that of a single step.
     """
     clipper, seen = uc.Clipper(LOGGED[name]), list[dict[str, float]]()
     assert (clipper.logs(), clipper.scalars()) == ({}, {})
@@ -847,9 +833,7 @@ def test_logs(framework: Framework, name: str) -> None:
 
 @on_numpy
 def test_logs_of_many_steps() -> None:
-    """However many steps there are between two logs, and while another thread reads,
-    each is counted once.
-    """
+    """Each step is counted once, for any number between logs, and while another thread reads."""
     clipper, done, shares = uc.Clipper(uc.by_global_norm(2.0)), threading.Event(), list[float]()
     clipper.logs()
 
@@ -875,9 +859,7 @@ def test_logs_of_many_steps() -> None:
 
 @pytest.mark.parametrize("percentile", [0, 37, 50, 80, 100])
 def test_percentiles_of_rows_that_are_absent(framework: Framework, percentile: float) -> None:
-    """Each leaf has the percentile of its own last norms,
-    however many of its gradients there were.
-    """
+    """Each leaf has the percentile of its own last norms, for any number of absent gradients."""
     rng, window = np.random.default_rng(0), 4
     rule = uc.Rule(uc.limits.Percentile(percentile, window), scope=uc.scopes.each_leaf)
     state, seen = rule.init([framework.array([1.0])] * 3), [list[float]() for _ in range(3)]
@@ -898,9 +880,7 @@ def test_percentiles_of_rows_that_are_absent(framework: Framework, percentile: f
 
 @on_numpy
 def test_names_outlive_a_load() -> None:
-    """A leaf without a gradient after a load keeps its name in what is saved next,
-    and no other takes its memory.
-    """
+    """A leaf that is absent after a load keeps its name and its state in the next save."""
     grads, rule = {name: np.ones(2) for name in "abc"}, uc.adagc(warmup=2)
     saved = uc.Clipper(rule)
     saved(grads)
@@ -914,8 +894,9 @@ def test_names_outlive_a_load() -> None:
 
 
 def test_masked_leaves_that_come_later(framework: Framework) -> None:
-    """A rule whose leaves have no gradient in the first step learns from those that come,
-    as with networks in turn.
+    """A rule whose leaves are absent at the first step adapts to them later.
+
+    Networks that train in turn do this.
     """
     own = {
         name: uc.masked(uc.zclip(warmup=2), lambda path, leaf, name=name: path[0] == name)
@@ -933,12 +914,13 @@ def test_masked_leaves_that_come_later(framework: Framework) -> None:
 
 
 @pytest.mark.cpu_only("an accelerator's flags are read steps later, or by logs()")
-@pytest.mark.only("numpy", "torch", "tensorflow", "jax")  # whose values the host reads at no cost
+# Only their values can be read by the host for free.
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize(
     ("by", "why"), [(3.0, "a norm of 3 is above its bound"), (math.nan, "are not finite")]
 )
 def test_a_run_that_skips_every_step_says_so(framework: Framework, by: float, why: str) -> None:
-    """Once, after twenty skipped steps in a row; one that is taken begins anew."""
+    """After twenty skipped steps in a row, a run warns once; a taken step resets the count."""
     clipper = uc.Clipper(
         uc.chain(uc.by_value(-9.0, 9.0), uc.by_global_norm(1.0, nonfinite="skip", skip_above=2.0))
     )

@@ -1,6 +1,4 @@
-"""The clipping functions that frameworks bring themselves give what uniclip gives,
-and every framework the same.
-"""
+"""The clipping functions of frameworks agree with uniclip, and all frameworks with each other."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ from kit.trees import EPS, close, leaves
 
 SHAPES = [(5, 3), (7,), ()]
 TREES = (SHAPES, [(4,)], [(1, 1), (3, 2, 2), (3,)])
-"""The shapes of the drawn trees: the first only where each operation is compiled for each shape."""
+"""Shapes of the drawn trees; only the first one where each shape is compiled."""
 RATIOS = (0.125, 0.5, 0.999, 1.0, 1.001, 2.0, 8.0)
-"""Limits below, at and above what is measured."""
+"""Limits below, at and above the norm, as a multiple of it."""
 FLOATS = ("float32", "float64")
 REAL = ("float16", "bfloat16", *FLOATS, "int32", "int64")
 ORDERS = tuple({"order": order} for order in (2, 1, 3, math.inf))
@@ -34,7 +32,7 @@ AXES = tuple({"axis": axis} for axis in (None, 0, -1))
 FACTORS = np.asarray([1.0, 3.0, -0.25])
 """The examples of a batch are these multiples of one gradient."""
 
-# What clipping is, in float64.
+# The definitions of clipping, in float64.
 
 
 def shrunk(leaf: Any, size: Any, limit: Any) -> Any:
@@ -43,17 +41,20 @@ def shrunk(leaf: Any, size: Any, limit: Any) -> Any:
 
 
 def of_axis(leaf: np.ndarray, axis: int | None = None) -> Any:
-    """Return the norms of a leaf along an axis, which is kept; or its one norm."""
+    """Return the norms of a leaf along an axis, with that axis kept, or its one norm."""
     return np.sqrt(np.square(leaf).sum(axis, keepdims=axis is not None))
 
 
 def total(values: list[np.ndarray], order: float = 2, **others: Any) -> Any:
-    """Return the norm of all entries together."""
+    """Return the norm of all elements together."""
     return np.linalg.norm(np.concatenate([leaf.ravel() for leaf in values]), order)
 
 
 def together(values: list[np.ndarray], c: float, plus: float = 0.0, **options: Any) -> list[Any]:
-    """Clip all entries by their norm, to which a library may add something; return the norm too."""
+    """Clip all elements by their joint norm, to which a library may add an epsilon.
+
+    Return the norm, too.
+    """
     n = total(values, **options)
     return [*(shrunk(leaf, n + plus, c) for leaf in values), n]
 
@@ -81,9 +82,7 @@ def columns(values: list[np.ndarray], c: float) -> list[Any]:
 
 
 def examples(values: list[np.ndarray], c: float, uniform: bool | None = None) -> list[Any]:
-    """Return the sums over examples that are clipped by one norm each,
-    or layer by layer with shares of the limit.
-    """
+    """Return the sums of clipped examples, by a joint norm or by layers with shares of a limit."""
     count = sum(leaf.size for leaf in values)
     shares = [math.sqrt(1 / len(values) if uniform else leaf.size / count) for leaf in values]
     sizes = [
@@ -97,16 +96,14 @@ def examples(values: list[np.ndarray], c: float, uniform: bool | None = None) ->
 
 
 class Kind(NamedTuple):
-    """What some functions compute of values, a limit and options;
-    and the limit that is just reached.
-    """
+    """The definition of some functions: the results, and the smallest limit without effect."""
 
     result: Callable[..., list[Any]]
     size: Callable[..., Any]
 
 
 def by_leaf(power: float) -> Kind:
-    """Clip each leaf by its norm divided by a power of the number of its entries."""
+    """Clip each leaf by its norm divided by a power of its number of elements."""
     size = lambda leaf, axis=None: of_axis(leaf, axis) / leaf.size**power
     clip = lambda values, c, axis=None: [
         shrunk(leaf, size(leaf, axis), c) for leaf in having(values, axis)
@@ -118,7 +115,7 @@ def by_leaf(power: float) -> Kind:
 
 
 def by_value(low: float, high: float) -> Kind:
-    """Clip each entry between multiples of the limit."""
+    """Clip each element between multiples of the limit."""
     clip = lambda values, c, **ways: [np.clip(leaf, low * c, high * c) for leaf in values]
     return Kind(clip, lambda values, **ways: total(values, math.inf))
 
@@ -135,8 +132,9 @@ COLUMNS, EXAMPLES = Kind(columns, lambda values: 0.5), Kind(examples, total)
 
 
 class Native(NamedTuple):
-    """A function of a library, and the call of uniclip that replaces it:
-    both of arrays and a limit.
+    """A function of a library, and the call of uniclip that replaces it.
+
+    Both take arrays and a limit.
     """
 
     library: str
@@ -147,11 +145,11 @@ class Native(NamedTuple):
     options: tuple[Mapping[str, Any], ...] = ({},)
     dtypes: tuple[str, ...] = FLOATS
     ulps: float = 4
-    """By how much each may differ from what is true."""
+    """The tolerance of both."""
     says: Mapping[str, float] = MappingProxyType({})
-    """In what the library differs on purpose."""
+    """The options in which the library differs on purpose."""
     in_place: bool = False
-    """Whether both take parameters, and change their gradients."""
+    """True if both take parameters, and change their gradients."""
 
     @property
     def framework(self) -> str:
@@ -161,7 +159,7 @@ class Native(NamedTuple):
         )
 
     def arguments(self, framework: Framework, values: list[np.ndarray], dtype: str) -> list[Any]:
-        """Return what both take: arrays, or parameters that have them as gradients."""
+        """Return the arguments of both: arrays, or parameters with these gradients."""
         arrays = [framework.array(leaf, dtype) for leaf in values]
         if not self.in_place:
             return arrays
@@ -175,7 +173,7 @@ class Native(NamedTuple):
     def results(
         self, framework: Framework, arguments: list[Any], returned: list[Any]
     ) -> list[np.ndarray]:
-        """Return what was clipped, and then the norm; all has the dtype of the arguments."""
+        """Return the clipped arrays, then any norm; all have the dtype of the arguments."""
         arrays = [*([x.grad for x in arguments] if self.in_place else []), *returned]
         assert {framework.dtype(array) for array in arrays} == {framework.dtype(arguments[0])}
         return [framework.numpy(array) for array in arrays]
@@ -183,9 +181,7 @@ class Native(NamedTuple):
     def check(
         self, framework: Framework, limit: float, option: Any, values: Any, calls: list[Any]
     ) -> None:
-        """Require that the library and uniclip return what is true of the values,
-        given what each took and returned.
-        """
+        """Require the right values from the calls of the library and of uniclip."""
         both = [self.results(framework, arguments, returned) for arguments, returned in calls]
         rtol = self.ulps * EPS.get(framework.dtype(calls[0][0][0]), 0.0)
         for found, differs in zip(both, (self.says, {}), strict=True):
@@ -219,12 +215,12 @@ def modulus(grads: list[Any], c: Any) -> Any:
 
 
 def norm(grads: list[Any], c: Any, order: float = 2) -> list[Any]:
-    """Only measure."""
+    """Return the norm only."""
     return [uc.global_norm(grads, ord=order)]
 
 
 def all_leaves(grads: list[Any], c: Any) -> Any:
-    """Clip as `GLOBAL` does, without the norm."""
+    """Clip as `GLOBAL` does, without returning the norm."""
     return uc.clip_by_global_norm(grads, c)[0]
 
 
@@ -241,7 +237,7 @@ def of_numpy() -> Iterator[Native]:
 
 
 def of_strict() -> Iterator[Native]:
-    """Yield what the array API standard has."""
+    """Yield the functions of the array API standard."""
     import array_api_strict as xp
 
     yield Native("strict", "clip", VALUE, lambda g, c: [xp.clip(x, -c, 2 * c) for x in g], value)
@@ -259,7 +255,7 @@ def of_mlx() -> Iterator[Native]:
 
 
 def of_torch() -> Iterator[Native]:
-    """Yield PyTorch's functions, beside the drop-ins of the same names where there are some."""
+    """Yield PyTorch's functions, with our drop-ins of the same names if there are any."""
     import torch
 
     from uniclip.integrations import torch as drop_in
@@ -346,7 +342,7 @@ def of_jax() -> Iterator[Native]:
 
 
 def of_optax() -> Iterator[Native]:
-    """Yield optax' functions."""
+    """Yield optax's functions."""
     import jax.numpy as jnp
     import optax
 
@@ -398,8 +394,9 @@ def of_optax() -> Iterator[Native]:
 
 
 def of_keras() -> Iterator[Native]:
-    """Yield the options of Keras' optimizers, beside optimizers without them that are given
-    clipped gradients.
+    """Yield the options of Keras' optimizers.
+
+    Each is compared with an optimizer without them, which gets clipped gradients.
     """
     import keras
 
@@ -433,9 +430,7 @@ LIBRARIES = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each function of the libraries of this run,
-    or each way in which their frameworks run.
-    """
+    """Parametrize a test by the functions of the run's libraries, or by the ways of running."""
     wanted = metafunc.config.getoption("--frameworks").split(",")
     rows = [row for name, of in LIBRARIES.items() if {name, "all"} & {*wanted} for row in of()]
     none = pytest.mark.needs("none")
@@ -452,19 +447,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def runs(row: Native, way: Framework) -> bool:
-    """Whether a way to run takes the arrays of a library; the steps of Keras are not compiled."""
+    """Return whether a way of running takes the arrays of a library.
+
+    The steps of Keras are not compiled.
+    """
     return way.family == EAGER[row.framework][0].family and not (
         way.traced and row.library == "keras"
     )
 
 
 def random(rng: Any, shapes: list[Any], scale: float = 1.0) -> list[np.ndarray]:
-    """Return random leaves, a third of whose entries are zero."""
+    """Return random leaves, a third of whose elements are zero."""
     return [scale * rng.standard_normal(shape) * (rng.random(shape) < 2 / 3) for shape in shapes]
 
 
 def check_drawn(row: Native, data: Any) -> None:
-    """Compare a function with uniclip and with the definition on a tree that is drawn."""
+    """Compare a function with uniclip and with the definition on a drawn tree."""
     framework = EAGER[row.framework][0]()
     draw = lambda choices: data.draw(st.sampled_from(choices))
     dtype = draw([dtype for dtype in row.dtypes if dtype in framework.dtypes])
@@ -493,9 +491,7 @@ def check_drawn(row: Native, data: Any) -> None:
 
 
 def test_native(row: Native) -> None:
-    """The library, uniclip and the definition agree, with limits below,
-    at and above what is measured.
-    """
+    """The library, uniclip and the definition agree, for limits below, at and above the norm."""
     count = 15 if row.library in {"jax", "optax", "keras"} else 40
     settings(max_examples=count)(given(data=st.data())(lambda data: check_drawn(row, data)))()
 
@@ -506,9 +502,7 @@ SCALES = (1.0, 0.25, 4.0)
 def one_of_each(
     rows: list[Native], values: list[np.ndarray]
 ) -> list[tuple[Native, Mapping[str, Any], float]]:
-    """Return each function with one of its options, another one for each,
-    and with a limit that some leaves reach.
-    """
+    """Return each function with one of its options and a limit that some leaves exceed."""
     options = [row.options[5 * number % len(row.options)] for number, row in enumerate(rows)]
     return [
         (row, option, float(row.kind.size(values, **option)))
@@ -517,9 +511,7 @@ def one_of_each(
 
 
 def test_same_numbers(rows: list[Native], way: Framework) -> None:
-    """Eager and compiled, what a framework brings and uniclip on it give what is true of one set
-    of values.
-    """
+    """The framework's function and uniclip agree with the definition, eager and compiled."""
     first, dtype = random(np.random.default_rng(0), SHAPES), way.default_float
     sides = one_of_each(rows, first)
 
@@ -542,11 +534,9 @@ def test_same_numbers(rows: list[Native], way: Framework) -> None:
 
 
 def check_rules(way: Framework) -> None:
-    """Over steps, a rule of each kind gives eager and compiled what it gives on NumPy in float64;
-    so do its norms.
-    """
+    """Require eager and compiled rules and norms to follow NumPy in float64 for several steps."""
     some = {name: rules.kinds(uc)[name].rule for name in ("autoclip", "zclip", "adagc")}
-    # by default PyTorch's units are along another axis than those of the others
+    # PyTorch's units are along another axis by default.
     some["agc"] = uc.agc(0.05, axis=0)
 
     def step(states: Any, grads: Any, params: Any) -> Any:
@@ -587,7 +577,7 @@ def test_rules(framework: Framework) -> None:
 
 
 def test_rules_compiled(compiler: Framework) -> None:
-    """So they do in compiled code."""
+    """Rules of each kind give the same numbers in compiled code."""
     check_rules(compiler)
 
 
@@ -596,9 +586,9 @@ def test_rules_compiled(compiler: Framework) -> None:
     "name", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 )
 def test_signatures(name: str) -> None:
-    """Every argument of PyTorch's function is there, in its order, with its default.
+    """Every argument of PyTorch's function exists, with the same order and default.
 
-    What is more is given by name.
+    Additional arguments are keyword-only.
     """
     import torch
 
@@ -618,7 +608,7 @@ def test_signatures(name: str) -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_error_if_nonfinite(bad: float) -> None:
-    """Both raise the same kind of error before any gradient is changed."""
+    """Both raise the same type of error before any gradient is changed."""
     import torch
 
     from uniclip.integrations import torch as drop_in

@@ -1,4 +1,4 @@
-"""Every example of the documentation runs, and prints what it says."""
+"""Every example of the documentation runs, and prints the output that it shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUIET = {
     "WANDB_CONSOLE": "off",
     "WANDB_SILENT": "true",
 }
-"""What keeps loggers from the network, and plots from a screen."""
+"""Variables that keep loggers off the network, and plots off the screen."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +44,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page that belong together run one after the other."""
     logs = any("import wandb" in block.code for block in story.blocks)
-    # Transformers prints that it is offline.
+    # Transformers warns that it is offline.
     monkeypatch.setenv("WANDB_MODE", "offline" if logs else "disabled")
     story.run()
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_docstrings(part: str) -> None:
-    """The examples in docstrings; those of insight read what their page has recorded."""
+    """The examples in docstrings run; those of `insight` read the recording of their page."""
     if part == "insight":
         STORIES["api/insight.md default"].run()
     for name in PARTS[part]:

@@ -1,6 +1,4 @@
-"""Two processes, as two threads, that hold parts of one tree:
-with ``all_reduce=`` both find what one process would.
-"""
+"""Two processes, simulated by threads, with shards of one tree, joined by ``all_reduce=``."""
 
 from __future__ import annotations
 
@@ -18,19 +16,19 @@ from kit.frameworks import Framework
 from kit.trees import leaves, mapped
 
 PATIENCE = 60
-"""For how many seconds a process waits for the other one."""
+"""Seconds that a process waits for the other one."""
 SHAPES = {"a": (3, 4), "b": (5,), "c": (3, 4), "d": (5,)}
 HELD = (("a", "b"), ("c", "d"))
+"""The leaves of two stages of a pipeline."""
 STRICT = ("array-api-strict", "array-api-strict-device", "cupy-like")
 WITH_FLOAT64 = ("numpy", "torch", "tensorflow", *STRICT)
 """The frameworks whose arrays may be float64."""
-"""The leaves of two stages of a pipeline."""
 
 
 def together(
     framework: Framework, parts: Sequence[Any], run: Callable[[Any, Callable[[Any, str], Any]], Any]
 ) -> list[Any]:
-    """Return ``run(part, all_reduce)`` of each part, all at once, as NumPy's arrays."""
+    """Return ``run(part, all_reduce)`` of each part as NumPy arrays; all run at once."""
     barrier, given = threading.Barrier(len(parts), timeout=PATIENCE), dict[int, np.ndarray]()
 
     def process(number: int) -> Any:
@@ -38,14 +36,15 @@ def together(
             given[number] = np.array(framework.numpy(own))
             barrier.wait()
             arrays = np.stack([given[one] for one in range(len(parts))])
-            barrier.wait()  # before the next ones are written
-            # which drops NaN, as libraries do
+            # Both have read before the next values are written.
+            barrier.wait()
+            # Libraries may drop NaN in a maximum.
             joined = arrays.sum(0) if op == "sum" else np.fmax.reduce(arrays)
             return framework.array(joined, framework.dtype(own))
 
         try:
             with framework.context():
-                # Here, since arrays that are lazy are computed in the thread that made them.
+                # A lazy array must be computed in the thread that created it.
                 return mapped(
                     lambda x: np.array(framework.numpy(x)), run(parts[number], all_reduce)
                 )
@@ -71,12 +70,12 @@ def arrays(
 
 
 def in_group(path: Any, leaf: Any) -> str:
-    """Name the group of a leaf; each stage has leaves of both."""
+    """Return the group of a leaf; each stage has leaves of both."""
     return "first" if path[0] in {"a", "d"} else "second"
 
 
 def is_a(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is the first."""
+    """Return whether a leaf is the first."""
     return path[0] == "a"
 
 
@@ -94,7 +93,7 @@ JOINT: dict[str, Any] = {
     "zero": uc.by_global_norm(0.5, nonfinite="zero"),
     "chain": uc.chain(uc.by_value(-2.0, 2.0), uc.by_global_norm(0.5)),
 }
-"""Rules whose processes may hold different leaves."""
+"""Rules whose processes may have different leaves."""
 EACH: dict[str, Any] = {
     **{name: rule for name, rule in JOINT.items() if name not in {"mean square", "relative"}},
     "leaf": uc.by_norm(0.5),
@@ -105,20 +104,20 @@ EACH: dict[str, Any] = {
         uc.chain(uc.by_value(-2.0, 2.0), uc.adagc(warmup=1)), lambda path, leaf: path[0] != "b"
     ),
 }
-"""Rules for parts of the same leaves, whose gradients may be absent: what is absent has no size."""
+"""Rules for shards of the same leaves. An absent gradient has no size."""
 LOSSES, SPREAD = (1.0, 1.2, 9.0), (0.3, 0.3, 8.5)
 STEPS = (0.5, 2.0, 3.0)
 
 
 def flag(framework: Framework, found: Any) -> Any:
-    """Return what a report says, if it does."""
+    """Return a flag of a report, or ``None``."""
     return framework.array(-1 if found is None else bool(framework.numpy(found)))
 
 
 def three_steps(
     framework: Framework, rule: Any, trees: list[Any], params: Any, **joins: Any
 ) -> list[Any]:
-    """Return the gradients of three steps, and what all processes have to know alike."""
+    """Return the gradients of three steps, and the values that must agree between processes."""
     state, found = rule.init(params), []
     for grads, loss in zip(trees, joins.pop("losses", LOSSES), strict=True):
         clipped, state, report = rule.update(grads, state, params, loss=loss, **joins)
@@ -129,9 +128,7 @@ def three_steps(
 def alike(
     found: Any, wanted: Any, part: Callable[[str, Any], Any] = lambda name, leaf: leaf
 ) -> None:
-    """Compare the steps of a process with those of one that has all,
-    of whose leaves it has parts.
-    """
+    """Compare the steps of a process with shards to those of a process with the full tree."""
     for step, ((clipped, *flags), (whole, *all_flags)) in enumerate(
         zip(found, wanted, strict=True)
     ):
@@ -143,7 +140,7 @@ def alike(
 
 
 def alone(framework: Framework, rule: Any, trees: list[Any], params: Any) -> Any:
-    """Return the steps of one process as NumPy's arrays."""
+    """Return the steps of one process as NumPy arrays."""
     steps = three_steps(
         framework, rule, [arrays(framework, tree) for tree in trees], arrays(framework, params)
     )
@@ -156,9 +153,9 @@ def alone(framework: Framework, rule: Any, trees: list[Any], params: Any) -> Any
     ids=["finite", "inf", "nan", "copies"],
 )
 def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
-    """Processes with different leaves, or copies, do what one with all does.
+    """Processes with different leaves, or replicas, find the same as one with all leaves.
 
-    NaN and ∞ in one are known to both.
+    NaN and ∞ in one process reach both.
     """
     trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
     if bad is not None:
@@ -170,8 +167,7 @@ def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
             [arrays(framework, tree, mine) for tree in trees],
             arrays(framework, params, mine),
         )
-        # Only their mean is the loss of one process: in the last step one of them alone is no
-        # spike.
+        # The loss of one process is the mean. In the last step, a process alone would see no spike.
         spread = [
             loss + by if mine == held[0] else loss - by
             for loss, by in zip(LOSSES, SPREAD, strict=True)
@@ -188,7 +184,7 @@ def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
 
 @pytest.mark.parametrize("tellers", [0, 1])
 def test_losses_of_some(framework: Framework, tellers: int) -> None:
-    """The mean is over the processes that tell a loss; without any, only norms can spike."""
+    """The mean is over the processes with a loss; without any, only norms can spike."""
     rule, trees, params = (
         uc.skip_spikes(2.0, 3, 2),
         [values(by) for by in (1.0, 1.1, 1.0, 1.05)],
@@ -213,9 +209,9 @@ def test_losses_of_some(framework: Framework, tellers: int) -> None:
     ("absent", "names"), [((1,), set(EACH)), ((0, 1), set(EACH))], ids=["in one", "in both"]
 )
 def test_halves(framework: Framework, absent: tuple[int, ...], names: set[str]) -> None:
-    """Processes with parts of the same leaves do what one with the whole does.
+    """Processes with shards of the same leaves find the same as one with the full leaves.
 
-    A gradient is absent in one, or both.
+    A gradient is absent in one of them, or in both.
     """
     some = {name: EACH[name] for name in sorted(names)}
     trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
@@ -242,7 +238,7 @@ def test_halves(framework: Framework, absent: tuple[int, ...], names: set[str]) 
 
 
 def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
-    """Nothing but ``shared=`` tells a copy from another leaf of its name."""
+    """Only ``shared=`` distinguishes a replica from another leaf of the same name."""
     leaf = values()["a"]
     run = lambda part, join: (
         uc.clip({"a": framework.array(leaf)}, JOINT["global"], None, join)[1].norms
@@ -253,7 +249,7 @@ def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
 
 @pytest.mark.only(*WITH_FLOAT64)
 def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
-    """Half of a sum that is too small is not 0."""
+    """The share of a replica in a tiny sum of squares does not underflow."""
     run = lambda part, join: (
         uc.clip(
             {"a": framework.array([3e-200, 4e-200], "float64")},
@@ -269,9 +265,7 @@ def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
 
 @pytest.mark.only(*WITH_FLOAT64)
 def test_one_has_float64(framework: Framework) -> None:
-    """Where one process has float64 gradients, both add in what float64 needs, and find one norm,
-    the same bits.
-    """
+    """If one process has float64 gradients, both sum in float64, and find bitwise the same norm."""
     for factor in (1.0, 1e-200):
         tree = values(factor)
         for rule in (JOINT["global"], JOINT["named groups"]):
@@ -283,10 +277,11 @@ def test_one_has_float64(framework: Framework) -> None:
                 return clipped, report.norms
 
             (one, norms), (two, norms_too) = together(framework, range(2), run)
-            known = {
+            # Float32 underflows.
+            representable = {
                 name: leaf * (factor == 1.0 or name in HELD[1]) for name, leaf in tree.items()
-            }  # float32 underflows
-            wanted, report = uc.clip(known, rule)
+            }
+            wanted, report = uc.clip(representable, rule)
             assert leaves(norms) == leaves(norms_too)
             np.testing.assert_allclose(leaves(norms), leaves(report.norms), rtol=1e-6)
             for name, leaf in (one | two).items():
@@ -296,10 +291,9 @@ def test_one_has_float64(framework: Framework) -> None:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_one_is_sparse(framework: Framework) -> None:
-    """A sparse leaf is a part as others are: rows that occur twice are summed,
-    and it stays sparse.
-    """
-    table = [[3.0, 0.0], [0.0, 1.0], [1.0, 0.0]]  # rows 0 and 2 of it, the first one in two parts
+    """A sharded leaf may be sparse: duplicate rows are summed, and it stays sparse."""
+    # Rows 0 and 2 of it, the first one stored twice.
+    table = [[3.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     tree = values() | {"a": np.asarray([[4.0, 0.0], [0.0, 0.0], [0.0, 1.0]])}
 
     def run(number: int, join: Any) -> Any:
@@ -320,7 +314,7 @@ def test_one_is_sparse(framework: Framework) -> None:
 
 
 def test_a_sum_beyond_the_range(framework: Framework) -> None:
-    """A norm is right though each process's sum of squares is in range and their sum is not."""
+    """The norm is right even if the sum of the processes' squares overflows."""
     dtype, entry = ("float64", 1.1e154) if "float64" in framework.dtypes else ("float32", 1.5e19)
     run = lambda part, join: (
         uc.clip([framework.array([entry], dtype)], uc.by_global_norm(1.0), None, join)[1].norms
@@ -346,9 +340,7 @@ REFUSED: dict[str, tuple[Sequence[Any], Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_both(framework: Framework, case: str) -> None:
-    """What one process may not do is an error in both, before anything is written,
-    and none waits for the other.
-    """
+    """A mistake of one process is an error in both, before any write, and neither waits."""
     rules, error, token = REFUSED[case]
 
     def run(number: int, join: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Many processes do what one does: layouts of a run, what they agree on,
-what all of them refuse.
-"""
+"""Several processes find the same as one: layouts, agreement between processes, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "use-it-on-many-processes.md"
 SAVING = (2, 4, 1)
-"""How many processes take one part of a training after the other."""
+"""The numbers of processes that continue a training one after the other."""
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_rules(pool: Pool, layout: str) -> None:
-    """Whatever the layout, all rules find what one process would, with NaN,
-    with ∞ and with nothing in one of them.
-    """
+    """In any layout, rules find the same as in one process, with NaN, ∞ or no gradient in one."""
     pool.run("layout", name=layout)
 
 
@@ -45,13 +41,13 @@ def test_attached(pool: Pool, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", [name for name, one in LAYOUTS.items() if one.refused])
 def test_refused_layouts(pool: Pool, layout: str) -> None:
-    """What a layout cannot have is refused in all processes."""
+    """All processes refuse a rule that a layout cannot have."""
     pool.run("refused", name=layout)
 
 
 @pytest.mark.parametrize("spoilt", [None, float("nan")], ids=str)
 def test_placements(pool: Pool, spoilt: float | None) -> None:
-    """Distributed tensors are clipped as whole ones, however they are divided."""
+    """Distributed tensors are clipped like full ones, however they are sharded."""
     pool.run("placements", ranks=2, spoilt=spoilt)
 
 
@@ -69,15 +65,13 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
     ],
 )
 def test_in_two(pool: Pool, check: str) -> None:
-    """Two processes do together what one does."""
+    """Two processes find the same as one."""
     pool.run(check, ranks=2)
 
 
 @pytest.mark.parametrize("case", COUNTED)
 def test_collectives(pool: Pool, case: str) -> None:
-    """A step sends once for each dimension of a mesh and once for a group,
-    and the first one of a group once more.
-    """
+    """A step sends once for each mesh dimension and group; the first step of a group, once more."""
     pool.run("counted", ranks=4 if case.startswith("two") else 2, name=case)
 
 
@@ -87,7 +81,7 @@ def test_collectives(pool: Pool, case: str) -> None:
     ["a group: global", "a group: skip", "a group: relative", "FSDP2: global", "FSDP2: rows"],
 )
 def test_compiled(pool: Pool, case: str) -> None:
-    """A joined step is compiled as one graph."""
+    """A collective step compiles into one graph."""
     pool.run("compiled", ranks=2, name=case)
 
 
@@ -96,19 +90,19 @@ def test_compiled(pool: Pool, case: str) -> None:
     [(rule, group) for rule in DERIVED for group in (False, True) if not (group and rule in KEPT)],
 )
 def test_derivatives(pool: Pool, rule: str, group: bool) -> None:
-    """Derivatives go through the join, to second order."""
+    """First and second derivatives go through the collectives."""
     pool.run("derived", ranks=2, name=rule, group=group)
 
 
 def test_one_has_nothing(pool: Pool) -> None:
-    """A process that has no gradients, or no leaves, takes part, and reports what the others do."""
+    """A process without gradients or leaves takes part, and has the report of the others."""
     pool.run("one_has_nothing", ranks=2, names=["global", "largest", "groups", "zclip", "skip"])
 
 
 @pytest.mark.parametrize("divided", [False, True], ids=["a group", "FSDP2"])
 @pytest.mark.parametrize("rule", LEARNS)
 def test_remembered(pool: Pool, rule: str, divided: bool) -> None:
-    """What is remembered is the same bits in all processes, whatever one of them has."""
+    """The state has the same bits in all processes."""
     pool.run("remembered", name=rule, divided=divided)
 
 
@@ -119,55 +113,56 @@ def test_losses(pool: Pool) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_fsdp1(pool: Pool, alone: bool) -> None:
-    """FSDP1 without all_reduce= is refused, but in one process."""
+    """FSDP1 without all_reduce= is refused, except in one process."""
     pool.run("fsdp1", ranks=1 if alone else 2, alone=alone)
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_in_all(pool: Pool, case: str) -> None:
-    """What one process does wrong is an error in both, and no process waits."""
+    """A mistake in one process is an error in both, and neither waits."""
     pool.run("refusal", ranks=2, name=case)
 
 
 @pytest.mark.parametrize("case", CHECKED)
 def test_check_layout(pool: Pool, case: str) -> None:
-    """It tells whether the norm is that of one process, what each process finds, and its share."""
+    """`check_layout` reports whether the norm is that of one process, and each one's share."""
     pool.run("layout_checked", ranks=2, name=case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_check_layout_of_a_run(pool: Pool, layout: str) -> None:
-    """Layouts as the page says are right; those that need all_reduce= are wrong without it."""
+    """The layouts of the page are right; those that need all_reduce= are wrong without it."""
     pool.run("layout_of_a_run", name=layout)
 
 
 @pytest.mark.parametrize("rule", SAVED)
 def test_saved_in_parts(pool: Pool, rule: str, tmp_path: Path) -> None:
-    """Two processes save, four go on and save, one goes on:
-    the weights and the memory are those of one process.
+    """Two processes save, four resume and save, and one resumes.
+
+    The weights and the state are those of one process.
     """
     for number, ranks in enumerate(SAVING):
         pool.run("saved_in_parts", ranks=ranks, name=rule, number=number, folder=str(tmp_path))
 
 
 def test_the_page_has_the_table() -> None:
-    """What is tried here is what the page says."""
+    """The page has the table of the tested layouts."""
     assert table() in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
-    """The page's first example runs as users run it, on two processes, and ends."""
+    """The first example of the page runs on two processes as users run it."""
     blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "page.py"
     script.write_text("".join(text for kind, text in blocks if kind == "python"), encoding="utf-8")
-    # PyTorch's optimizers import its compiler. Imported after the process group is made, it holds
-    # the group until the process ends, which then sometimes aborts, whether there is a rule or not
-    # (PyTorch 2.13).
+    # PyTorch's optimizers import its compiler. Imported after the process group is created, it
+    # keeps a reference to the group until the process ends, which then sometimes aborts, with or
+    # without a rule (PyTorch 2.13).
     run = "import runpy, sys, torch._dynamo; runpy.run_path(sys.argv[1], run_name='__main__')"
     printed = launched("-c", run, str(script), OMP_NUM_THREADS="1")
     assert printed == ["".join(text for kind, text in blocks if kind == "text"), ""]
 
 
 def test_the_example_has_the_losses_of_one_process(pool: Pool) -> None:
-    """A pipeline of FSDP2 stages compares its losses with those of one process by itself."""
+    """The example of a pipeline with FSDP2 itself compares its losses with those of one process."""
     pool.run("example", path=str(ROOT / "examples" / "pipeline_fsdp2.py"))

@@ -1,6 +1,4 @@
-"""What people touch: the names and their documentation, what importing loads,
-and a suite that uses nothing else.
-"""
+"""The public interface: names, documentation, imports, and that tests use nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_top_level_is_small() -> None:
-    """At most 50 names, each of which exists and is in the docstring with which ``help`` begins."""
+    """At most 50 names are at the top level, and ``help`` shows each in the docstring."""
     names = dir(uc)
     assert len(names) <= 50
     assert set(names) == {*uc.__all__, "__version__"}
@@ -52,9 +50,7 @@ def test_the_top_level_is_small() -> None:
 
 
 def test_what_is_elsewhere() -> None:
-    """What people type first, and is in an adapter,
-    is an AttributeError that names the module that has it.
-    """
+    """A name that lives in an integration raises an AttributeError with the right module."""
     named = (
         "clip_grad_norm_",
         "attach",
@@ -81,9 +77,7 @@ def test_what_is_elsewhere() -> None:
 
 @pytest.mark.parametrize("module", CHOICES, ids=lambda module: module.__name__)
 def test_the_four_choices_are_four_modules(module: ModuleType) -> None:
-    """Each shows its choices and nothing else, and a choice that is an object prints as it
-    is found.
-    """
+    """Each module lists its choices only, and each choice prints as its public name."""
     assert dir(module) == sorted(module.__all__)
     objects = [name for name in module.__all__ if not callable(getattr(module, name))]
     assert [repr(getattr(module, name)) for name in objects] == [
@@ -115,9 +109,7 @@ METHODS = [
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_documentation(name: str) -> None:
-    """Every public function and class has a docstring with an example,
-    and named arguments that editors can show.
-    """
+    """Every public function and class has an example, and arguments that editors can show."""
     value, text = PUBLIC[name], inspect.getdoc(PUBLIC[name]) or ""
     assert ">>>" in text
     assert text.splitlines()[0].endswith(".")
@@ -127,7 +119,7 @@ def test_documentation(name: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__qualname__)
 def test_documentation_of_methods(method: Any) -> None:
-    """The methods that training loops call have docstrings of their own."""
+    """The methods that training loops call have their own docstrings."""
     assert inspect.getdoc(method)
 
 
@@ -135,8 +127,9 @@ def test_documentation_of_methods(method: Any) -> None:
 
 
 def test_no_framework_is_imported() -> None:
-    """Neither importing uniclip nor using it on NumPy arrays imports a framework,
-    or any library but two small ones.
+    """Importing uniclip, or using it on NumPy arrays, imports no framework.
+
+    It imports two small libraries only.
     """
     done = run(
         "import sys, numpy as np, array_api_compat, optree\nbefore = set(sys.modules)\n"
@@ -151,7 +144,7 @@ def test_no_framework_is_imported() -> None:
 
 
 def test_an_adapter_says_what_it_needs() -> None:
-    """Without its library an adapter names what to install."""
+    """Without its library, an integration names the package to install."""
     done = run(
         f"import importlib, sys\nfor name in {ADAPTERS!r}:\n    sys.modules[name] = None\n"
         f"for name in {ADAPTERS!r}:\n    try:\n        "
@@ -164,10 +157,7 @@ def test_an_adapter_says_what_it_needs() -> None:
 
 
 def test_a_copy_without_metadata_has_a_version() -> None:
-    """A copy among the files of another package has no metadata.
-
-    Asking for its version is no error.
-    """
+    """A vendored copy has no metadata, and still has a version."""
     done = run(
         "import importlib.metadata\ndef version(name):\n    raise "
         "importlib.metadata.PackageNotFoundError(name)\n"
@@ -179,20 +169,19 @@ def test_a_copy_without_metadata_has_a_version() -> None:
 
 @pytest.mark.parametrize("foreign", [True, False], ids=["overwritten", "removed"])
 def test_a_package_of_the_same_name(foreign: bool, tmp_path: Path) -> None:
-    """Where a clipboard tool called uniclip lies over this package, the adapters say so,
-    and how to repair it.
-    """
+    """Integrations explain the repair after a clipboard tool named uniclip overwrote files."""
     package = shutil.copytree(
         PACKAGE, tmp_path / "uniclip", ignore=shutil.ignore_patterns("__pycache__")
     )
     (package / "main.py").write_text("def main(): pass", encoding="utf-8")
     find = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-    # This one lies over it.
+    # The tool overwrites this package.
     assert run(f"{find}import uniclip.integrations, uniclip\nuniclip.Rule").returncode == 0
     (package / "__init__.py").unlink()
     if foreign:
         (package / "__init__.py").write_text("from .main import main", encoding="utf-8")
-    else:  # an editable installation would be found before a folder without an __init__
+    else:
+        # An editable install would take precedence over a folder without an __init__.
         find += (
             "import importlib.machinery, importlib.util\n"
             "spec = importlib.machinery.PathFinder.find_spec('uniclip', sys.path[:1])\n"
@@ -203,7 +192,7 @@ def test_a_package_of_the_same_name(foreign: bool, tmp_path: Path) -> None:
     assert "pip install --force-reinstall --no-deps uniclip-gradients" in done.stderr
 
 
-# --- The suite itself: public names only, and no test that cannot fail
+# --- The suite itself: only public names, and no test that cannot fail
 
 
 @functools.cache
@@ -214,9 +203,7 @@ def sources() -> dict[str, str]:
 
 
 def private() -> list[str]:
-    """Return the modules of the package that are not public,
-    by the names that a program imports.
-    """
+    """Return the private modules of the package by the names that a program imports."""
     paths = [file.relative_to(PACKAGE).with_suffix("").parts for file in PACKAGE.rglob("*.py")]
     names = {".".join(part for part in parts if part != "__init__") for parts in paths} - {""}
     known = {*MODULES, *(f"integrations.{name}" for name in ADAPTERS)}
@@ -224,7 +211,7 @@ def private() -> list[str]:
 
 
 def imported(text: str) -> set[str]:
-    """Return the modules that a file imports, and what it takes of them."""
+    """Return the modules that a file imports, and the names that it takes from them."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -238,13 +225,11 @@ def imported(text: str) -> set[str]:
 
 
 KERNELS = {"kit/compiled.py"}
-"""The script that compiles kernels for GPUs where there is none, which no public name does."""
+"""The script that compiles GPU kernels, for which there is no public name."""
 
 
 def test_the_suite_uses_public_names() -> None:
-    """No file imports a private module, names one in a text,
-    reads a private attribute or patches the package.
-    """
+    """No file uses private modules or attributes, or patches the package."""
     hidden = private()
     assert {"uniclip.rule", "uniclip.limits.base"} & set(hidden)
     named = [one for one in hidden if one.rpartition(".")[2] not in insight.__all__]
@@ -261,7 +246,7 @@ def test_the_suite_uses_public_names() -> None:
 
 
 def calls(function: ast.AST) -> set[str]:
-    """Return the names of what a function calls or refers to."""
+    """Return the names of the functions that a function calls or refers to."""
     nodes = list(ast.walk(function))
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {
         n.attr for n in nodes if isinstance(n, ast.Attribute)
@@ -269,8 +254,9 @@ def calls(function: ast.AST) -> set[str]:
 
 
 def test_no_test_passes_for_nothing() -> None:
-    """Each test requires something, itself or in what it calls,
-    and none begins with ``if ...: return``.
+    """Each test asserts something, itself or in its callees.
+
+    None begins with ``if ...: return``.
     """
     trees = {file: ast.parse(text) for file, text in sources().items()}
     functions = [
@@ -303,14 +289,12 @@ def test_no_test_passes_for_nothing() -> None:
 
 
 def _of_numpy(names: set[str]) -> bool:
-    """Whether one of the functions is an assertion of NumPy's or PyTorch's."""
+    """Return whether one of the functions is an assertion of NumPy or PyTorch."""
     return any(name.startswith("assert_") for name in names)
 
 
 def test_faults_are_planted_in_the_core() -> None:
-    """The environment that plants faults leaves out adapters, frameworks and messages,
-    and not the core.
-    """
+    """The environment that plants faults covers the core, but no integrations or messages."""
     settings = configparser.ConfigParser()
     settings.read(HERE.parent / "tox.ini", encoding="utf-8")
     words = settings["testenv:mutants"]["commands"].split()
@@ -336,7 +320,7 @@ def test_faults_are_planted_in_the_core() -> None:
 
 
 def test_commits_are_looked_at_by_the_linter_of_the_matrix() -> None:
-    """The hook has the version that tox installs."""
+    """The pre-commit hook has the linter version that tox installs."""
     root = Path(__file__).parents[1]
     [hook] = re.findall(
         r"rev: v(.+)", (root / ".pre-commit-config.yaml").read_text(encoding="utf-8")

@@ -1,6 +1,4 @@
-"""Results and files of the first version, see record.py: later versions come to the same,
-and read the same files.
-"""
+"""Recorded results and files of the first version, see record.py: later versions reproduce them."""
 
 from __future__ import annotations
 
@@ -23,27 +21,27 @@ with np.load(DATA / "float64.npz") as _recorded:
     RULES = {name: every_rule(uniclip)[name] for name in _recorded}
 REMEMBERED = [name for name, rule in RULES.items() if rule.stateful]
 FIELDS = {"norms": 2.0, "limits": 2.0, "factors": 2.0, "thresholds": 2.0, "gradients": 4.0}
-"""By how many units in the last place results may differ:
-norms that are summed in float64 differ by 1.1 from these.
-"""
+"""The tolerances of results in ulp: norms summed in float64 differ by up to 1.1 ulp from these."""
 LEARNED = dict.fromkeys(("limits", "factors", "thresholds", "gradients"), 8.0)
-"""What is learned sums the roundings of several norms.
+"""Adaptive results accumulate the roundings of several norms.
 
-Summed in float64 it differs by 3.8 from these.
+If norms are summed in float64, they differ by up to 3.8 ulp.
 """
 BINNED = 64.0
-"""The median of all steps is the edge of a bin, 2 to a power whose own rounding is multiplied:
-it differs by 38.
+"""The median of all steps is the edge of a bin, a power of 2 whose rounding error is amplified.
+
+It differs by 38 ulp.
 """
 VARIANCES = 128.0
-"""A variance is of differences of norms, a tenth and less of a norm, whose roundings count double:
-it differs by 80.
+"""Variances of norms: small differences of norms amplify their roundings, and squares double them.
+
+They differ by 80 ulp.
 """
 STATES = 8.0
 
 
 def ulps(rule: str, field: str) -> float:
-    """Return by how many units in the last place a field may differ from the recorded one."""
+    """Return the tolerance of a field in units in the last place."""
     if field.startswith("state"):
         return VARIANCES if field.endswith("variances") else STATES
     learned = LEARNED if rule in REMEMBERED else {}
@@ -55,7 +53,7 @@ def ulps(rule: str, field: str) -> float:
 
 
 def compare(rule: str, dtype: str, rows: list[Arrays], first: int = 0) -> None:
-    """Require the results of some steps to be the recorded ones, but for rounding.
+    """Require the results of some steps to equal the recorded ones up to rounding.
 
     Flags and counts are equal.
     """
@@ -78,7 +76,7 @@ def states() -> dict[str, Any]:
 
 
 def check_goes_on(uc: ModuleType, rule: str, dtype: str, saved: dict[str, Any]) -> None:
-    """Require a clipper with a loaded state to take the rest of the steps as they were recorded."""
+    """Require a clipper with a loaded state to reproduce the rest of the recorded steps."""
     clipper, rows = uc.Clipper(every_rule(uc)[rule]), []
     clipper.load_state_dict(saved)
     for grads, loss in zip(steps(dtype)[STOP:], LOSSES[STOP:], strict=True):
@@ -91,9 +89,7 @@ def check_goes_on(uc: ModuleType, rule: str, dtype: str, saved: dict[str, Any]) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
-    """Gradients, norms, limits, factors, thresholds and states of twelve steps are the
-    recorded ones.
-    """
+    """Results and states of twelve steps equal the recorded ones."""
     compare(rule, dtype, taken(RULES[rule], dtype))
 
 
@@ -101,11 +97,9 @@ def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", REMEMBERED)
 def test_a_saved_state_goes_on(rule: str, dtype: str) -> None:
-    """A state that was saved in the middle loads, is saved as it was,
-    and takes the other steps as recorded.
-    """
+    """A state saved halfway loads, saves unchanged, and continues as recorded."""
     saved, grads = states()[dtype][rule], steps(dtype)[0]
-    # in which leaves without a gradient had no name
+    # In this format leaves without a gradient had no name.
     with pytest.raises(ValueError, match="format 1"):
         from_dict(RULES[rule], saved, grads)
     saved |= {

@@ -1,6 +1,4 @@
-"""What a report says of a step: norms, limits, factors, thresholds, flags, the scalars for loggers,
-and one line.
-"""
+"""Reports: norms, limits, factors, thresholds, flags, scalars for loggers, and the summary line."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ GRADS = {"a": np.asarray([3.0, 4.0]), "b": [None, np.asarray([[0.25]])], "empty"
 
 
 def made(framework: Framework, tree: Any = GRADS) -> Any:
-    """Return a tree in a framework, in arrays that nobody else holds."""
+    """Return a tree of a framework, in arrays without other references."""
     return mapped(lambda leaf: framework.array(leaf.copy()), tree)
 
 
@@ -93,9 +91,9 @@ SAID: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_it_says(framework: Framework, name: str) -> None:
-    """One array where all leaves share a norm, a dict by group, else a tree.
+    """Fields are one array if all leaves share a norm, a dict by group, else a tree.
 
-    A tuple of what a chain's rules saw.
+    Those of a chain are a tuple with an item for each rule.
     """
     rule, wanted = SAID[name]
     _, report = uc.clip(made(framework), rule)
@@ -119,16 +117,12 @@ SCALARS: dict[str, tuple[Any, list[float]]] = {
     "two that clip": (uc.chain(uc.by_norm(4.0), uc.by_global_norm(2.0)), [5.0, 2.0, 0.399220, 1.0]),
     "no norm": (uc.by_value(-1.0, 1.0), []),
 }
-"""The largest norm, the smallest limit and factor, the share of factors that are not 1,
-and whether it is skipped.
-"""
+"""Largest norm, smallest limit and factor, the share of factors other than 1, and the skip flag."""
 
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_scalars(framework: Framework, name: str) -> None:
-    """A report in the few numbers that a logger shows: the same names for every rule,
-    all 0-d arrays.
-    """
+    """Scalars summarize a report for loggers: the same names for every rule, all 0-d arrays."""
     rule, wanted = SCALARS[name]
     scalars = uc.clip(made(framework), rule)[1].scalars()
     assert all(tuple(value.shape) == () and framework.owns(value) for value in scalars.values())
@@ -156,9 +150,9 @@ THRESHOLDS: dict[str, tuple[Any, list[float], list[float]]] = {
 
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_thresholds(framework: Framework, name: str) -> None:
-    """Rules that clip only above a threshold say it, also at a calm step.
+    """Rules that clip only above a threshold report it, also at an unclipped step.
 
-    The largest number stands for none.
+    The largest number stands for no threshold.
     """
     rule, norms, wanted = THRESHOLDS[name]
     state, found = rule.init([framework.array([0.0])]), []
@@ -209,9 +203,7 @@ LINES: dict[str, tuple[Any, list[Any], str]] = {
 
 @pytest.mark.parametrize("name", LINES)
 def test_one_line(framework: Framework, name: str) -> None:
-    """What a newcomer wants to know: the norm, whether it was clipped,
-    and whether all was finite.
-    """
+    """The summary line has the norm, and whether the step was clipped and finite."""
     rule, grads, wanted = LINES[name]
     report = uc.clip(list(map(framework.array, grads)), rule)[1]
     assert (str(report), repr(report)) == (wanted, f"<Report: {wanted}>")
@@ -219,7 +211,7 @@ def test_one_line(framework: Framework, name: str) -> None:
 
 @pytest.mark.only("tensorflow", "jax")
 def test_one_line_of_what_has_no_values_yet(compiler: Framework) -> None:
-    """In code that is being compiled it says so."""
+    """In code that is being compiled, the summary line says that there are no values."""
     lines = []
     compiler.run(
         lambda grads: lines.append(str(uc.clip(grads, uc.by_norm(0.5))[1])) or grads,
@@ -230,7 +222,7 @@ def test_one_line_of_what_has_no_values_yet(compiler: Framework) -> None:
 
 @on_numpy
 def test_a_report_can_be_copied() -> None:
-    """A pickle, a copy and a mapped tree say what the report says; that of a chain, too."""
+    """A pickle, a copy and a mapped tree of a report have its values, also for a chain."""
     for rule in (uc.by_norm(1.0), uc.chain(uc.by_norm(2.0), uc.by_global_norm(1.0))):
         report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.1])], rule)[1]
         for again in (
@@ -253,9 +245,7 @@ RULES = {
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
 @pytest.mark.parametrize("name", RULES)
 def test_it_shows_the_values_of_its_step(framework: Framework, name: str, in_place: bool) -> None:
-    """A report that is read late shows what one shows that was read at once,
-    whatever was changed in between.
-    """
+    """A report that is read late has the values of its step, even if arrays changed since."""
 
     def shown(*, late: bool) -> list[np.ndarray]:
         rule, grads, weights = RULES[name], made(framework, EXAMPLES), made(framework, EXAMPLES)
@@ -276,9 +266,9 @@ def test_it_shows_the_values_of_its_step(framework: Framework, name: str, in_pla
 
 @pytest.mark.only("numpy", "torch")
 def test_a_limit_that_is_changed_later(framework: Framework) -> None:
-    """A limit that is an array is taken by its value at the step.
+    """A limit in an array is read at each step.
 
-    The next step sees another one.
+    A report keeps the value of its step.
     """
     for make in (uc.by_norm, uc.by_global_norm):
         limit = framework.array(2.0)
@@ -292,7 +282,7 @@ def test_a_limit_that_is_changed_later(framework: Framework) -> None:
 
 @pytest.mark.needs("jax")
 def test_reports_of_jax_are_trees_of_one_kind() -> None:
-    """In one program a report of now meets one that came in, and both are taken together."""
+    """Reports passed into a compiled program and created there have the same tree structure."""
     import jax
     import jax.numpy as jnp
 
@@ -317,9 +307,7 @@ def test_reports_of_jax_are_trees_of_one_kind() -> None:
 
 
 def test_a_report_of_classes(framework: Framework) -> None:
-    """The fields of a report have the form of the gradients, and are read as they are,
-    also in a copy.
-    """
+    """The fields of a report have the structure of the gradients, also in a copy."""
     rows: list[dict[str, Any]] = []
     tree = Pair(framework.array([3.0]), framework.array([4.0]))
     for one in (report := uc.clip(tree, uc.by_norm(1.0))[1], copy.copy(report)):
@@ -331,7 +319,7 @@ def test_a_report_of_classes(framework: Framework) -> None:
 
 @on_numpy
 def test_a_report_of_a_class_of_ones_own() -> None:
-    """It has the fields that it is given, and loggers read them."""
+    """A report of a custom class has its own fields, and loggers read them."""
 
     class Own(uc.Report):
         def __init__(self, norm: float) -> None:

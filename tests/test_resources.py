@@ -1,6 +1,4 @@
-"""What clipping takes beside its result: memory, calls, and reads by the host,
-which waits for an accelerator.
-"""
+"""Resource use: memory, calls, and reads by the host, which must wait for an accelerator."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ MIB = 2**20
 
 
 def on_the_host(call: Callable[[], Any]) -> int:
-    """Return how many bytes Python and NumPy hold at most while a function runs,
-    beyond what was held before.
-    """
+    """Return the peak of additional bytes of Python and NumPy while a function runs."""
     tracemalloc.start()
     result = call()
     most = tracemalloc.get_traced_memory()[1]
@@ -41,7 +37,7 @@ def on_the_host(call: Callable[[], Any]) -> int:
 
 
 def in_torch(call: Callable[[], Any]) -> int:
-    """Return how many bytes PyTorch and the host hold at most while a function runs."""
+    """Return the peak of additional bytes of PyTorch and the host while a function runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -57,7 +53,7 @@ def in_torch(call: Callable[[], Any]) -> int:
 
 @pytest.mark.needs("torch")
 def test_the_peak_of_torch() -> None:
-    """What is given back is not counted twice, nor what is held forgotten."""
+    """The peak does not count freed memory twice, and counts all live memory."""
     import torch
 
     assert 12 * MIB <= in_torch(lambda: [torch.zeros(MIB) for _ in range(3)]) < 13 * MIB
@@ -68,9 +64,9 @@ def test_the_peak_of_torch() -> None:
 @pytest.mark.only("numpy", "torch", "tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
 def test_memory(framework: Framework, dtype: str) -> None:
-    """Measuring, clipping below the limit, and in place take little.
+    """Measuring, clipping below the limit, and clipping in place allocate little.
 
-    Above it there is one copy, in its own dtype.
+    Above the limit there is one copy, of the same dtype.
     """
     peak = in_torch if framework.name == "torch" else on_the_host
     little, size = (
@@ -78,7 +74,8 @@ def test_memory(framework: Framework, dtype: str) -> None:
         4_000_001 * np.dtype(dtype).itemsize,
     )
     assert size > 5 * little
-    held = 0 if framework.name == "tensorflow" else size  # TensorFlow's own memory is not looked at
+    # TensorFlow's own allocator is not traced.
+    held = 0 if framework.name == "tensorflow" else size
 
     def grads(nan: bool = False) -> list[Any]:
         values = np.full(2_000_001, 0.25)
@@ -88,7 +85,7 @@ def test_memory(framework: Framework, dtype: str) -> None:
             *(framework.array(values[8:200_008], dtype) for _ in range(10)),
         ]
 
-    # Some modules are imported at the first call.
+    # The first call imports some modules.
     uc.clip(framework.array(np.ones((9, 9)), dtype), uc.by_norm(1.0))
     for make in (uc.by_global_norm, uc.by_norm):
         given, below, above = grads(), make(1e9), make(1e-3)
@@ -102,9 +99,8 @@ def test_memory(framework: Framework, dtype: str) -> None:
                 f"{rule}, in place": peak(lambda: uc.clip_(given, rule)) for rule in (below, above)
             }
             given, zero = grads(nan=True), make(1e-3, nonfinite="zero")
-            assert (
-                peak(lambda: uc.clip_(given, zero)) < 2 * size + 3 * little
-            )  # cleaned beside, since errors come first
+            # NaN is replaced beforehand, since errors come before writes.
+            assert peak(lambda: uc.clip_(given, zero)) < 2 * size + 3 * little
         assert {name: most for name, most in found.items() if most >= little} == {}
 
 
@@ -112,9 +108,7 @@ def test_memory(framework: Framework, dtype: str) -> None:
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("scope", ["leaves", "rows"])
 def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
-    """A sum of 0 is told from underflow by looking at bits: nothing is copied into float64,
-    as what underflows is.
-    """
+    """A sum of 0 is recognized by its bits, without a copy in float64 as for underflow."""
     peak, shape = (in_torch if framework.name == "torch" else on_the_host), (100, 20_000)
     rule = uc.by_norm(1e9, axis=None if scope == "leaves" else -1)
     values = np.random.default_rng(0).standard_normal(shape)
@@ -128,7 +122,8 @@ def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
         min(peak(lambda: uc.clip(given, rule)) for _ in range(2))
         for given in map(grads, (1.0, 0.0, 1e-30))
     )
-    copied = 10 * shape[1] * 4 if scope == "rows" else 0  # the rows of zeros, to look at their bits
+    # The rows of zeros, to look at their bits.
+    copied = 10 * shape[1] * 4 if scope == "rows" else 0
     assert zero < healthy + copied + 2**18
     assert tiny > healthy + copied + 2**19
 
@@ -136,9 +131,7 @@ def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("donate", [False, True])
 def test_memory_in_jit(donate: bool) -> None:
-    """In compiled code there is little beside the result,
-    and where gradients are given away none for the result.
-    """
+    """Compiled code allocates little besides the result, and none for it with donated gradients."""
     import jax
 
     leaf = jax.ShapeDtypeStruct((3_000_001,), "float32")
@@ -150,7 +143,7 @@ def test_memory_in_jit(donate: bool) -> None:
 
 
 def rule_and_arrays(framework: Framework, name: str) -> tuple[Any, Any, list[Any]]:
-    """Return a rule of a name, parameters, and gradients: usual ones, a spike, NaN, zeros."""
+    """Return a rule, parameters, and gradients: usual ones, a spike, NaN, zeros."""
     arrays = partial(mapped, partial(framework.array, dtype=framework.default_float))
     made = rules.steps()
     return (
@@ -165,7 +158,7 @@ def rule_and_arrays(framework: Framework, name: str) -> tuple[Any, Any, list[Any
     "name", ["by_global_norm", "by_norm", "by_value", "zclip", "adagc", "chain", "agc", "skip"]
 )
 def test_gradients_die(framework: Framework, name: str) -> None:
-    """Rule, holder, state and report keep no gradient alive, nor what was returned."""
+    """Rule, clipper, state and report keep no reference to gradients or results."""
     rule, params, steps = rule_and_arrays(framework, name)
     clipper, kept = uc.Clipper(rule), []
     while len(steps) > 3:
@@ -178,7 +171,8 @@ def test_gradients_die(framework: Framework, name: str) -> None:
         alive += [weakref.ref(leaf) for leaf in leaves(clipped)]
         del grads, clipped
         if any(leaf() is not None for leaf in alive):
-            gc.collect()  # a cycle may wait for it
+            # A cycle may delay the release.
+            gc.collect()
         assert [number for number, leaf in enumerate(alive) if leaf() is not None] == []
 
 
@@ -186,14 +180,15 @@ def test_gradients_die(framework: Framework, name: str) -> None:
 
 
 def calls(function: Callable[[], Any]) -> int:
-    """Return how many functions, Python's and others', are called while one runs."""
+    """Return the number of function calls, Python's and others', during a call."""
     count = 0
 
     def listen(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
         count += event in {"call", "c_call"}
 
-    function()  # what is imported or compiled once
+    # The first call imports and compiles.
+    function()
     sys.setprofile(listen)
     try:
         function()
@@ -203,7 +198,7 @@ def calls(function: Callable[[], Any]) -> int:
 
 
 def operations(framework: Framework, function: Callable[[], Any]) -> int:
-    """Return how many calls there are, or operations in the program that is traced."""
+    """Return the number of calls, or of operations in a traced program."""
     if framework.name == "jax":
         import jax
 
@@ -236,9 +231,9 @@ LINEAR = {
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear(framework: Framework, name: str) -> None:
-    """Four times as many leaves take four times as much work, or less.
+    """Four times as many leaves take at most four times as much work.
 
-    Eager, in place, or in a trace.
+    This applies eagerly, in place, and in a trace.
     """
     rule, many = LINEAR[name], 40 if framework.name in {"numpy", "torch"} else 4
 
@@ -254,12 +249,12 @@ def test_linear(framework: Framework, name: str) -> None:
     assert most - some <= 1.2 * 4 * (some - few)
 
 
-# Reads: no device is needed, since arrays only say that they are on one
+# Reads: no device is needed, since arrays only report one
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_the_device_refuses(framework: Framework) -> None:
-    """Each way to read an array is an error on what stands for an accelerator."""
+    """The simulated accelerator refuses each way to read an array."""
     for read in (
         bool,
         float,
@@ -272,17 +267,13 @@ def test_the_device_refuses(framework: Framework) -> None:
 
 
 NOT_FINITE = 3
-"""The step whose limit is not compared: what a percentile is beside a norm of NaN,
-frameworks sort differently.
-"""
+"""The step whose limit is not compared: frameworks sort NaN differently in a percentile."""
 
 
 def stepped(
     framework: Framework, name: str, place: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Any:
-    """Return what a rule returns of some steps, functionally and in place,
-    where arrays may say they are elsewhere.
-    """
+    """Return the results of some steps, functional and in place, on a possibly simulated device."""
     rule, params, steps = rule_and_arrays(framework, name)
     before, kept = [mapped(lambda leaf: leaf + 0, step) for step in steps], []
     with place():
@@ -314,9 +305,7 @@ def check_no_reads(framework: Framework, name: str) -> None:
 @pytest.mark.only("torch", "tensorflow")
 @pytest.mark.parametrize("name", rules.every_rule(uc))
 def test_no_reads(framework: Framework, name: str) -> None:
-    """On an accelerator no rule reads an array, functionally or in place,
-    and the results are those on the CPU.
-    """
+    """On an accelerator no rule reads an array, and the results are those of the CPU."""
     check_no_reads(framework, name)
 
 
@@ -325,14 +314,14 @@ def test_no_reads(framework: Framework, name: str) -> None:
     "name", ["by_global_norm", "by_norm", "agc", "adagc", "zclip", "skip", "zero", "autoclip"]
 )
 def test_no_reads_in_jax(framework: Framework, name: str) -> None:
-    """So it is outside of jit, with fewer rules, since each operation is compiled."""
+    """Outside of jit no rule reads an array of JAX; fewer rules, since operations are compiled."""
     check_no_reads(framework, name)
 
 
 def clip_params(way: str, rule: Any, params: list[Any]) -> tuple[list[Any], list[Any]]:
     """Clip the gradients of parameters as PyTorch's users do.
 
-    Return those that are there, and what a report says.
+    Return the gradients, and the norms in the report.
     """
     from torch.optim import SGD
 
@@ -361,9 +350,7 @@ def clip_params(way: str, rule: Any, params: list[Any]) -> tuple[list[Any], list
 @pytest.mark.parametrize("values", [[3.0, 4.0], [0.0, 0.0], [3.0, math.nan], [math.inf, 4.0]])
 @pytest.mark.parametrize("way", ["clip", "clip_", "drop-in", "attach"])
 def test_no_reads_of_one_norm(way: str, values: list[float], limit: float) -> None:
-    """Nothing reads the norm that most programs clip by,
-    and what comes of it is what comes of it on the CPU.
-    """
+    """No usual way to clip by one norm reads it, and the results are those of the CPU."""
     import torch
 
     def made() -> list[Any]:
@@ -383,9 +370,7 @@ def test_no_reads_of_one_norm(way: str, values: list[float], limit: float) -> No
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", rules.every_rule(uc))
 def test_meta(name: str) -> None:
-    """Tensors without values go through every rule, functionally and in place,
-    with their shapes and dtypes.
-    """
+    """Tensors without values pass every rule, in place too, and keep shapes and dtypes."""
     import torch
 
     torch_here = EAGER["torch"][0]()
@@ -405,7 +390,7 @@ def test_meta(name: str) -> None:
 
 @pytest.mark.needs("torch")
 def test_a_device_inside_of_the_device_of_a_step() -> None:
-    """A curve, which runs where the gradients are, may set a device of its own."""
+    """A curve runs on the device of the gradients, and may set its own."""
     import torch
 
     def curve(xp: Any, norm: Any, limit: Any) -> Any:
@@ -422,7 +407,7 @@ def test_a_device_inside_of_the_device_of_a_step() -> None:
 
 @contextmanager
 def default(dtype: Any = None, device: Any = None) -> Iterator[None]:
-    """Set defaults of all code."""
+    """Set the default dtype and device of all code."""
     import torch
 
     torch.set_default_dtype(dtype or torch.float32)

@@ -13,10 +13,11 @@ pytestmark = pytest.mark.needs("torch")
 
 
 class Halves(uc.Limit):
-    """Half of each norm, which is of the shape of the norms of a leaf."""
+    """Half of each norm, in the shape of the norms of a leaf."""
 
     def __call__(self, norms: Any, state: Any, context: Any) -> tuple[Any, Any]:
-        assert len(norms.shape) > 1  # a limit that does not say that it is elementwise
+        # The limit does not declare itself elementwise, so it gets the shape of the leaf.
+        assert len(norms.shape) > 1
         return norms / 2, state
 
 
@@ -34,7 +35,7 @@ class Halves(uc.Limit):
 def test_rows_of_all_shapes(rule: Any) -> None:
     """Rows of leaves of several shapes are clipped on a device as on the CPU.
 
-    Their norms have the shapes of the leaves in the report.
+    Their norms in the report have the shapes of the leaves.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Rules: the numbers of their papers, rules of rules, and what is one's own.
+"""Rules: the numbers of their papers, combinations of rules, and custom parts.
 
-Drawn rules are those of the fuzz.
+Drawn rules are in the fuzz.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ CLOSE = 1e-5
 """The relative error of numbers that papers print with five or six digits."""
 on_numpy = pytest.mark.needs("numpy")
 
-# --- What papers, and the tests of their code, print
+# --- Numbers that papers, and the tests of their code, print
 
 
 class Once(NamedTuple):
-    """Gradients, as lists of numbers, and what a rule makes of them."""
+    """Gradients as lists of numbers, and the result of a rule."""
 
     rule: Any
     grads: Any
@@ -55,7 +55,7 @@ class Once(NamedTuple):
 
 
 def once(uc: ModuleType) -> dict[str, Once]:
-    """Return the rules without memory with numbers for them."""
+    """Return the stateless rules with numbers for them."""
     weights, grads = [[1.0, 1.0], [0.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]
     rows = [[0.00848528, 0.0113137], [6e-6, 8e-6]]
     examples = [[0.0, -0.5], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[0.0], [5.0], [-3.0], [0.0]]
@@ -110,7 +110,7 @@ def once(uc: ModuleType) -> dict[str, Once]:
 
 
 class Steps(NamedTuple):
-    """Norms of the gradients of some steps, and those of what a rule makes of them."""
+    """Norms of the gradients of some steps, before and after a rule."""
 
     rule: Any
     norms: Sequence[float]
@@ -118,7 +118,7 @@ class Steps(NamedTuple):
 
 
 def many(uc: ModuleType) -> dict[str, Steps]:
-    """Return the rules with memory with numbers for them."""
+    """Return the stateful rules with numbers for them."""
     mean, variance = 0.97 + 0.03 * 1.500001, 0.97 * 0.25 + 0.03 * (1.500001 - 1.015) ** 2
     zclip = functools.partial(uc.zclip, 2.0, warmup=2)
     quantile = functools.partial(uc.by_example_quantile, start=1.0)
@@ -164,7 +164,7 @@ def many(uc: ModuleType) -> dict[str, Steps]:
 
 @pytest.mark.parametrize("name", once(uc))
 def test_numbers_of_papers(framework: Framework, name: str) -> None:
-    """Rules without memory, by numbers that were computed by hand."""
+    """Stateless rules reproduce numbers that were computed by hand."""
     rule, grads, wanted, weights = once(uc)[name]
     make = lambda some: None if some is None else [framework.array(leaf) for leaf in some]
     clipped, _ = uc.clip(make(grads), rule, params=make(weights))
@@ -174,7 +174,7 @@ def test_numbers_of_papers(framework: Framework, name: str) -> None:
 
 @pytest.mark.parametrize("name", many(uc))
 def test_numbers_of_papers_for_many_steps(framework: Framework, name: str) -> None:
-    """Rules with memory, by numbers that were computed by hand."""
+    """Stateful rules reproduce numbers that were computed by hand."""
     rule, norms, wanted = many(uc)[name]
     state, found = rule.init(framework.array([[1.0]])), []
     for norm in norms:
@@ -186,8 +186,9 @@ def test_numbers_of_papers_for_many_steps(framework: Framework, name: str) -> No
 @pytest.mark.only("strict", "mlx", "torch", "tensorflow")
 @pytest.mark.parametrize("name", [name for name in RULES if name != "agc, units"])
 def test_every_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
-    """Twelve steps, of a spike, NaN and zeros too, whose results on NumPy are on record;
-    units differ in PyTorch.
+    """Twelve steps, with a spike, NaN and zeros, reproduce NumPy's recorded results.
+
+    Units differ in PyTorch.
     """
     make, rule = lambda tree: mapped(framework.array, tree), RULES[name]
     weights = make(params("float32"))
@@ -218,7 +219,7 @@ def test_a_unit_follows_the_framework(framework: Framework) -> None:
 
 
 def test_groups(framework: Framework) -> None:
-    """Leaves of equal label share a norm and a limit of their own, one that remembers too."""
+    """Leaves with the same label share a norm and a limit, also a stateful one."""
     make, number = (
         lambda tree: mapped(framework.array, tree),
         lambda array: float(framework.numpy(array)),
@@ -255,7 +256,7 @@ def test_groups(framework: Framework) -> None:
 
 
 def test_a_limit_for_each_norm(framework: Framework) -> None:
-    """A limit is one number, of integers too, or one for each norm.
+    """A limit is one number, possibly an integer, or one for each norm.
 
     Other shapes are not broadcast.
     """
@@ -275,7 +276,7 @@ def test_a_limit_for_each_norm(framework: Framework) -> None:
 
 
 def test_a_known_norm(framework: Framework) -> None:
-    """A norm that is known already is used as it is, and returned; it is one number from 0 on."""
+    """A precomputed norm is used and returned as it is; it is one nonnegative number."""
     grads = [framework.array([3.0, 4.0])]
     for known in (10.0, framework.array(10.0)):
         [clipped], norm = uc.clip_by_global_norm(grads, 1.0, norm=known)
@@ -289,7 +290,7 @@ def test_a_known_norm(framework: Framework) -> None:
 def test_bounds_of_entries(framework: Framework) -> None:
     """Bounds are numbers or arrays, symmetric or not.
 
-    One that a dtype cannot hold does not bind.
+    A bound beyond the range of a dtype does not bind.
     """
     grads = framework.array([[-3.0, 0.5, 3.0]])
     low, high = framework.array([-2.0, 0.0, 0.0]), framework.array([0.0, 0.25, 9.0])
@@ -315,7 +316,7 @@ def test_bounds_of_entries(framework: Framework) -> None:
 
 @on_numpy
 def test_bounds_of_integers() -> None:
-    """A bound that the integers of the gradient cannot hold does not bind."""
+    """A bound beyond the range of an integer gradient does not bind."""
     for bound in (300, np.asarray(300), np.asarray([300, 300])):
         assert uc.clip_by_value(np.asarray([1, 100], "int8"), -1, bound).tolist() == [1, 100]
     assert uc.clip_by_value(np.asarray([1, 200, 255], "uint8"), np.asarray(-5), 254).tolist() == [
@@ -343,8 +344,9 @@ def test_a_chain(framework: Framework) -> None:
 
 
 def test_a_chain_remembers_together(framework: Framework) -> None:
-    """A step that one rule finds not finite, or skips, teaches the others nothing:
-    not the zeros that it returns.
+    """If a rule of a chain skips a step or finds it non-finite, no rule updates its state.
+
+    Later rules must not learn from the zeros of a skipped step.
     """
     spikes = uc.skip_spikes(window=9, warmup=3)
     for first, norms, wanted in (
@@ -361,7 +363,7 @@ def test_a_chain_remembers_together(framework: Framework) -> None:
 
 
 def test_masked(framework: Framework) -> None:
-    """What is left out comes back as it is and is part of no norm.
+    """Leaves outside of a mask come back unchanged, and are part of no norm.
 
     Any rule or function can be masked.
     """
@@ -377,7 +379,7 @@ def test_masked(framework: Framework) -> None:
         5.0,
         True,
     )
-    # The optimizer takes the step of the other leaves whatever happens.
+    # The optimizer steps the other leaves in any case.
     assert report.skipped is None
     clipped, _ = uc.clip(grads, uc.masked(double, only_w))
     assert [framework.numpy(leaf).item() for leaf in clipped["w"]] == [6.0, 8.0]
@@ -388,9 +390,7 @@ def test_masked(framework: Framework) -> None:
 
 @on_numpy
 def test_a_mask_of_nothing_teaches_nothing() -> None:
-    """Where no leaf is left, gradients and state stay as they are,
-    as in a step without gradients.
-    """
+    """A mask without leaves changes neither gradients nor state, like a step without gradients."""
     for name, rule in many(uc).items():
         nothing = uc.masked(rule.rule, lambda path, leaf: False)
         clipped, _, report = nothing.update(
@@ -401,7 +401,7 @@ def test_a_mask_of_nothing_teaches_nothing() -> None:
 
 
 class Negate:
-    """A rule of one's own that has only what every rule has."""
+    """A custom rule with the two methods that every rule has."""
 
     stateful = False
 
@@ -422,7 +422,7 @@ class Negate:
 
 
 def test_own_rules_in_chains_and_masks(framework: Framework) -> None:
-    """They get the gradients as they are, whatever ran before, and what they return goes on."""
+    """A custom rule in a chain gets the gradients of the rule before, and passes its own on."""
     own = Negate()
     grads, of_b = (
         {"a": framework.array([3.0]), "b": framework.array([4.0])},
@@ -435,9 +435,7 @@ def test_own_rules_in_chains_and_masks(framework: Framework) -> None:
 
 
 class Around:
-    """A rule of one's own around another one, with memory and without all that uniclip's
-    rules have.
-    """
+    """A custom rule around another one, stateful and without the attributes of uniclip's rules."""
 
     stateful = True
 
@@ -449,23 +447,21 @@ class Around:
         return self.rule.init(grads)
 
     def update(self, *arguments: Any, **others: Any) -> Any:
-        """Take its step."""
+        """Take a step of the inner rule."""
         return self.rule.update(*arguments, **others)
 
 
 class Twice(uc.Rule):
-    """A rule that updates in its own way."""
+    """A rule with its own ``update``."""
 
     def update(self, *arguments: Any, **others: Any) -> Any:
-        """Double what it returns."""
+        """Double the result."""
         clipped, *rest = super().update(*arguments, **others)
         return ({key: 2 * grad for key, grad in clipped.items()}, *rest)
 
 
 def test_own_rules_take_their_own_steps(framework: Framework) -> None:
-    """A holder calls what a rule has, also that of a class made of uniclip's,
-    and asks no more of it.
-    """
+    """A clipper needs nothing of a rule but its own ``update``, also that of a subclass."""
     own = uc.Clipper(Around())
     clipped = [own({"a": framework.array([norm])})["a"] for norm in (1.0, 1.0, 99.0)]
     assert [float(framework.numpy(grad)[0]) for grad in clipped] == [1.0, 1.0, 1.0]
@@ -477,13 +473,11 @@ def test_own_rules_take_their_own_steps(framework: Framework) -> None:
     )
 
 
-# --- Functions, limits and curves of one's own
+# --- Custom functions, limits and curves
 
 
 def test_a_function(framework: Framework) -> None:
-    """Any function of one gradient array is a rule, called once for each array,
-    and absent ones stay absent.
-    """
+    """Any function of one array is a rule, called for each array; absent ones stay absent."""
     calls, shared = [], framework.array([4.0])
     grads = {"a": shared, "b": [shared, None], "c": framework.array([[8.0]])}
     clipped, report = uc.clip(grads, lambda grad: calls.append(1) or grad / 2)
@@ -498,20 +492,18 @@ def test_a_function(framework: Framework) -> None:
 
 @dataclass(frozen=True)
 class Tenth(uc.Limit):
-    """A limit of one's own that compares with the parameters."""
+    """A custom limit that compares with the parameters."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"params", "sizes"})
 
     def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> tuple[Any, Any]:
-        """Return a tenth of the parameters' norms, whatever the sizes."""
+        """Return a tenth of the norms of the parameters, whatever their sizes."""
         return 0.1 * context.params * context.sizes / context.sizes, state
 
 
 @dataclass(frozen=True)
 class Share(uc.Limit):
-    """A limit of one's own that looks at all norms:
-    their mean times the number of leaves over the largest.
-    """
+    """A custom limit of all norms: their mean times the number of leaves, over the largest."""
 
     def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> tuple[Any, Any]:
         """Return one limit for all norms of all shapes."""
@@ -530,7 +522,7 @@ class Last(NamedTuple):
 
 @dataclass(frozen=True)
 class Previous(uc.Limit):
-    """A limit of one's own that remembers: twice the norm of the step before."""
+    """A custom stateful limit: twice the norm of the step before."""
 
     stateful: ClassVar[bool] = True
 
@@ -539,7 +531,7 @@ class Previous(uc.Limit):
         return Last(norms + 1)
 
     def __call__(self, norms: Any, state: Last, context: uc.limits.Context) -> tuple[Any, Last]:
-        """Compare with the last norms, and keep these."""
+        """Compare with the last norms, and store the new ones."""
         return 2 * state.norms, Last(norms)
 
 
@@ -565,7 +557,7 @@ def test_a_limit_that_compares_with_parameters(framework: Framework) -> None:
 
 
 def test_a_limit_of_all_norms(framework: Framework) -> None:
-    """Sums and largest values run over all leaves, also where their norms have different shapes."""
+    """Sums and maxima run over all leaves, also where their norms have different shapes."""
     grads = [framework.array([[3.0, 4.0], [0.0, 1.0]]), framework.array([[2.0], [8.0]])]
     _, report = uc.clip(grads, uc.Rule(Share(), scope=uc.scopes.axes(0)))
     wanted = (3 + 17**0.5 + 68**0.5) / 68**0.5 / 2
@@ -574,7 +566,7 @@ def test_a_limit_of_all_norms(framework: Framework) -> None:
 
 
 def test_a_limit_that_remembers(framework: Framework) -> None:
-    """Its state goes in and out of ``update``; ``clip`` refuses a rule that needs one."""
+    """A custom state goes in and out of ``update``; ``clip`` refuses a stateful rule."""
     rule, found = uc.Rule(Previous(), scope=uc.scopes.axes(-1)), []
     grads = framework.array([[3.0, 4.0], [0.0, 1.0]])
     state = rule.init(grads)
@@ -590,7 +582,7 @@ def test_a_limit_that_remembers(framework: Framework) -> None:
 
 
 class InTorch(uc.Limit):
-    """A limit that uses the functions of PyTorch."""
+    """A limit that uses PyTorch's functions."""
 
     def __call__(self, norms: Any, state: Any, context: Any) -> Any:
         """Return half of the norms."""
@@ -600,7 +592,7 @@ class InTorch(uc.Limit):
 
 
 class HoldsArray(InTorch):
-    """A limit that holds an array, and so gets arrays of its library."""
+    """A limit that contains an array, and thus gets arrays of its library."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -608,9 +600,7 @@ class HoldsArray(InTorch):
 
 @pytest.mark.needs("torch")
 def test_functions_of_one_library() -> None:
-    """Where the host reads norms they are NumPy's, and what takes only tensors is told so,
-    unless it holds one.
-    """
+    """Norms that the host reads are NumPy's; an error says so to a limit for tensors only."""
     import torch
 
     grads = torch.tensor([3.0, 4.0])
@@ -622,7 +612,8 @@ def test_functions_of_one_library() -> None:
         with pytest.raises(TypeError, match=r"context\.xp"):
             rule.update(grads, rule.init(grads))
     torch.testing.assert_close(uc.clip(grads, uc.Rule(HoldsArray(torch.ones(1))))[0], grads / 2)
-    with pytest.raises(TypeError, match="needs"):  # an error of another kind is left as it is
+    # Other errors pass unchanged.
+    with pytest.raises(TypeError, match="needs"):
         uc.clip(
             grads,
             uc.Rule(type("Asks", (uc.Limit,), {"__call__": lambda self, n, s, c: (c.params, s)})()),
@@ -644,15 +635,14 @@ OF_TWO = (
     "not_equal",
     "pow",
 )
-"""The functions of the array API standard that a curve may use on every framework,
-beside ``where``.
+"""The standard's elementwise functions that a curve may use on every framework.
+
+``where`` is tested beside them.
 """
 
 
 def test_a_curve(framework: Framework) -> None:
-    """A curve may use elementwise functions of the array API standard,
-    or return a number of Python's.
-    """
+    """A curve may use elementwise functions of the array API standard, or return a number."""
 
     def curve(xp: Any, norm: Any, limit: Any) -> Any:
         some = [getattr(xp, name)(norm) for name in OF_ONE] + [
@@ -671,9 +661,7 @@ def test_a_curve(framework: Framework) -> None:
 
 
 def test_a_curve_that_fails_changes_nothing(framework: Framework) -> None:
-    """All factors exist before anything is written:
-    an error for the second leaf leaves the first as it was.
-    """
+    """All factors exist before any write, so an error in the second leaf changes none."""
     calls = []
 
     def failing(xp: Any, norm: Any, limit: Any) -> Any:
@@ -692,13 +680,11 @@ def test_a_curve_that_fails_changes_nothing(framework: Framework) -> None:
     assert [framework.numpy(leaf).item() for leaf in grads] == [3.0, 5.0]
 
 
-# --- Gradients of examples
+# --- Per-example gradients
 
 
 def test_sums_of_examples(framework: Framework) -> None:
-    """They are those of the clipped gradients, in the dtype of each leaf but summed in float32;
-    none gives zeros.
-    """
+    """Sums of clipped examples have the dtype of each leaf, summed in float32; none gives zeros."""
     rng = np.random.default_rng(0)
     for dtype in {"float16", "bfloat16", "float32"} & set(framework.dtypes):
         many = {"none": None, "w": framework.array(np.full((3000, 2), 0.01), dtype)}
@@ -721,9 +707,7 @@ def test_sums_of_examples(framework: Framework) -> None:
 
 
 def test_a_limit_for_each_layer_of_an_example(framework: Framework) -> None:
-    """Masks and groups that would not keep examples apart are refused with the line to write,
-    which is right.
-    """
+    """Masks and groups that would mix examples are refused with the right line to write."""
     grads = {
         "body": [framework.array([[3, 4], [0.03, 0.04]]), None],
         "head": framework.array([[12.0], [0.5]]),
@@ -756,14 +740,13 @@ OWN = {f.__name__: f for f in (double, falling, first_key, half, only_w, root)}
 @on_numpy
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_comes_back(name: str) -> None:
-    """What a rule prints evaluates to an equal one, as what is pickled and what is in a config do;
-    it is frozen.
-    """
+    """The repr, the pickle and the config of a rule restore an equal one; rules are frozen."""
     rule = RULES[name]
     pickled = pickle.loads(pickle.dumps(rule))
     by_config = from_config(json.loads(json.dumps(to_config(rule, OWN), allow_nan=False)), OWN)
     assert repr(pickled) == repr(by_config) == repr(rule)
-    if name != "cowclip":  # which holds an array
+    # It contains an array.
+    if name != "cowclip":
         printed = [eval(repr(one), {"uc": uc, "inf": math.inf, **OWN}) for one in (rule, by_config)]
         assert all(
             one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed)
@@ -791,16 +774,16 @@ PRINTED = {
 @on_numpy
 @pytest.mark.parametrize("text", PRINTED)
 def test_a_rule_prints_as_the_call_that_made_it(text: str) -> None:
-    """With what was given and is no default.
+    """A rule prints as its call, without defaults.
 
-    One put together by hand, or changed, prints its choices.
+    A rule composed by hand, or changed, prints its choices.
     """
     assert repr(PRINTED[text]) == text
 
 
 @on_numpy
 def test_where_a_rule_comes_from_is_no_choice() -> None:
-    """It is in no comparison and no state; an error shows it."""
+    """The call of a rule is no part of comparisons and states; errors show it."""
     preset, by_hand = uc.by_global_norm(1.0), uc.Rule(1.0)
     assert (preset, hash(preset), to_config(preset)["fields"]) == (
         by_hand,
@@ -816,9 +799,7 @@ def test_where_a_rule_comes_from_is_no_choice() -> None:
 
 @on_numpy
 def test_a_config_holds_the_call_that_made_a_rule() -> None:
-    """The rule prints as that call, if it makes the same rule:
-    a changed config says what is in it.
-    """
+    """A rule from a config prints as its call, unless the config was changed."""
     rule = uc.chain(
         uc.masked(uc.by_norm(Fraction(1, 2), [0, 1]), only_w), uc.by_group_norm({True: 1}, double)
     )
@@ -847,7 +828,7 @@ def test_a_config_holds_the_call_that_made_a_rule() -> None:
 
 @on_numpy
 def test_rules_differ_by_their_choices() -> None:
-    """Equality looks at every choice."""
+    """Equality compares every choice."""
     alike = {
         "by_global_norm, limit in float32",
         "by_global_norm, whole limit",
@@ -859,16 +840,14 @@ def test_rules_differ_by_their_choices() -> None:
 
 
 LONG = {"float64": 1e-14, "float32": 5e-7, "float16": 2e-6, "bfloat16": 2e-6}
-"""The relative errors of norms that are allowed."""
+"""The tolerated relative errors of norms."""
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow")
 @pytest.mark.parametrize("dtype", LONG)
 @pytest.mark.parametrize("size", [8192, 300_001])
 def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
-    """One norm over leaves of any size, alone and beside short ones, random and equal entries,
-    is that of float64.
-    """
+    """A norm over leaves of any size, random or equal elements, is that of float64."""
     values = np.random.default_rng(0).standard_normal(size)
     for entries in (values, np.full(size, 0.1)):
         leaf = framework.array(entries, dtype)
@@ -884,9 +863,7 @@ def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
 
 @pytest.mark.needs("torch")
 def test_one_norm_has_one_value() -> None:
-    """The norm of the same gradients has the same bits, whatever the limit, the function,
-    and what is written.
-    """
+    """The norm of the same gradients has the same bits for any limit, function, or write."""
     import torch
 
     from uniclip.integrations.torch import get_total_norm
@@ -904,7 +881,7 @@ def test_one_norm_has_one_value() -> None:
 
 
 class Doubled(uc.limits.Ema):
-    """A limit of uniclip's with a state of its own form."""
+    """A subclass of one of uniclip's limits with a state of its own."""
 
     def init(self, norms: Any, context: uc.limits.Context) -> Any:
         return {"inner": super().init(norms, context)}
@@ -915,7 +892,7 @@ class Doubled(uc.limits.Ema):
 
 
 def test_a_subclass_of_a_limit(framework: Framework) -> None:
-    """What somebody makes of one of uniclip's limits may remember what it likes."""
+    """A subclass of one of uniclip's limits may have any state."""
     clipper = uc.Clipper(uc.Rule(Doubled(1.0, 0.9)))
     for size in (1.0, 1.0, 8.0):
         clipper(framework.array([size]))
@@ -924,7 +901,7 @@ def test_a_subclass_of_a_limit(framework: Framework) -> None:
 
 @pytest.mark.needs("torch")
 def test_bounds_on_another_device() -> None:
-    """Bounds on the CPU go to the gradients, wherever these are."""
+    """Bounds on the CPU are moved to the device of the gradients."""
     import torch
 
     bounds = torch.tensor([-1.0, -2.0])

@@ -1,5 +1,4 @@
-"""JAX arrays that devices have parts of: a step does what it does on one device,
-and gathers no leaf.
+"""JAX arrays sharded over devices: a step gives the result of one device, and gathers no leaf.
 
 This file is also the script of two processes that share the devices.
 """
@@ -44,19 +43,19 @@ KEPT = {
     "last axis": uc.by_norm(0.5, axis=-1),
     "spam": uc.spam(factor=0.5, warmup=1),
 }
-"""Rules whose norms keep axes: only where arrays know how they are divided."""
+"""Rules whose norms keep axes: only where arrays carry their sharding."""
 SHAPES = {"a": (16, 6), "b": (8, 4), "c": (8,), "d": (4, 6)}
 MIXED = {"a": P("x", "y"), "b": P("x"), "c": P(), "d": P(None, "y")}
 DIVIDED = {"a": P("x", "y"), "b": P(("x", "y")), "c": P(("y", "x")), "d": P("x", "y")}
 STEPS = ((0.5, 1.0), (1.0, 1.2), (30.0, 9.0))
-"""By how much the gradients of a step are multiplied, and its loss."""
+"""The factor of the gradients of each step, and its loss."""
 BAD = {"finite": None, "NaN": math.nan, "inf": math.inf}
 KINDS = ("Auto", "Explicit")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quickly_compiled() -> Iterator[None]:
-    """Have XLA leave out most optimizations: what is divided, and sent, is settled before them."""
+    """Disable most optimizations of XLA: sharding and communication are settled before them."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -68,11 +67,12 @@ def mesh_of(kind: str, shape: tuple[int, int] = (4, 2)) -> Any:
 
 
 def gradients(bad: float | None = None) -> dict[str, Any]:
-    """Return gradients as NumPy's arrays, one entry of which may be bad."""
+    """Return gradients as NumPy arrays, one element of which may be non-finite."""
     rng = np.random.default_rng(0)
     grads = {name: rng.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()}
     if bad is not None:
-        grads["a"][9, 5] = bad  # in one device's part
+        # This element is in one device's shard.
+        grads["a"][9, 5] = bad
     return grads
 
 
@@ -82,9 +82,7 @@ PARAMS = {name: np.cos(value) for name, value in gradients().items()}
 def update(
     rules: dict[str, Any], grads: Any, states: Any, params: Any, loss: Any, **joined: Any
 ) -> Any:
-    """Return by name what a step of each rule makes of the gradients, its memory,
-    and what it shows.
-    """
+    """Return the results, the state and the report of each rule, by name."""
     results = {}
     for name, rule in rules.items():
         mine = loss if name == "spikes" else None
@@ -94,7 +92,7 @@ def update(
 
 
 def third(rules: dict[str, Any], step: Any, put: Callable[[Any], Any], case: str) -> Any:
-    """Return what the last of the steps makes; its gradients alone may be bad."""
+    """Return the results of the third step; only its gradients may be non-finite."""
     states, results = {name: rule.init(put(PARAMS)) for name, rule in rules.items()}, None
     for number, (by, loss) in enumerate(STEPS):
         grads = gradients(BAD[case] if number == len(STEPS) - 1 else None)
@@ -106,7 +104,7 @@ def third(rules: dict[str, Any], step: Any, put: Callable[[Any], Any], case: str
 
 
 def placed(specs: dict[str, P], mesh: Any) -> Callable[[Any], Any]:
-    """Return a function that divides arrays, each process making its own parts."""
+    """Return a function that shards arrays; each process creates its own shards."""
 
     def put(tree: Any) -> Any:
         places = {name: NamedSharding(mesh, specs[name]) for name in tree}
@@ -125,8 +123,9 @@ ON_ONE = {key: jax.jit(partial(update, rules)) for key, rules in ONE.items()}
 
 
 def compare(key: str, case: str, found: Any, put: Callable[[Any], Any]) -> None:
-    """Require the parts that are here to be those of one device, their places kept,
-    and all else alike on all.
+    """Require the local shards to equal those of one device, with the same placement.
+
+    All else is equal on all devices.
     """
     wanted = third(
         ONE[key], ON_ONE[key], lambda tree: {k: jax.numpy.asarray(g) for k, g in tree.items()}, case
@@ -151,7 +150,7 @@ def compare(key: str, case: str, found: Any, put: Callable[[Any], Any]) -> None:
 
 @pytest.fixture(scope="module", params=KINDS)
 def compiled(request: pytest.FixtureRequest) -> Any:
-    """Return all rules as one program for arrays that are divided, and how they are."""
+    """Return all rules as one program for sharded arrays, and their sharding."""
     put = placed(MIXED, mesh_of(request.param))
     states = {name: rule.init(put(PARAMS)) for name, rule in ONE["kept"].items()}
     lowered = jax.jit(partial(update, ONE["kept"])).lower(put(PARAMS), states, put(PARAMS), 1.0)
@@ -160,9 +159,7 @@ def compiled(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("case", BAD)
 def test_jit(compiled: Any, case: str) -> None:
-    """Under jit, arrays that are divided give what those of one device do,
-    and stay where they are.
-    """
+    """Under jit, sharded arrays give the results of one device, and keep their sharding."""
     program, put = compiled
     places = program.input_shardings[0]
 
@@ -173,13 +170,14 @@ def test_jit(compiled: Any, case: str) -> None:
 
 
 def test_nothing_is_gathered(compiled: Any) -> None:
-    """No rule sends a leaf whole to a device."""
+    """No rule gathers a leaf on a device."""
     assert not re.findall(r".* all-gather(?:-start)?\(.*", compiled[0].as_text())
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> int:
-    """Return how many all-reduces a program has, those of branches too,
-    and require that nothing is gathered.
+    """Return the number of all-reduces of a program, branches included.
+
+    Require that nothing is gathered.
     """
     text = jax.jit(function).lower(*args).compile().as_text()
     assert not re.search(r" all-gather(-start)?\(", text)
@@ -188,9 +186,7 @@ def reductions(function: Callable[..., Any], *args: Any) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_reductions(kind: str) -> None:
-    """Rules have at most two all-reduces more than optax's global norm,
-    however many leaves are divided in two ways.
-    """
+    """Rules need at most two all-reduces more than optax's global norm."""
     mesh = mesh_of(kind)
     places = [NamedSharding(mesh, spec) for spec in (P("x", "y"), P("x", None)) * 8]
     grads = [jax.device_put(np.ones((64, 32), "float32"), place) for place in places]
@@ -206,8 +202,9 @@ def test_few_reductions(kind: str) -> None:
 
 @pytest.fixture(scope="module", params=[("Auto", "mixed"), ("Explicit", "divided")], ids="-".join)
 def mapped(request: pytest.FixtureRequest) -> Any:
-    """Return all rules as one program in shard_map: a device has parts, or copies,
-    and its own loss.
+    """Return all rules as one shard_map program.
+
+    Each device has shards or replicas, and its own loss.
     """
     kind, way = request.param
     mesh, specs = mesh_of(kind), MIXED if way == "mixed" else DIVIDED
@@ -232,9 +229,9 @@ def mapped(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("case", BAD)
 def test_shard_map(mapped: Any, case: str) -> None:
-    """In shard_map the names of axes join the parts.
+    """In shard_map, named axes join the shards.
 
-    Copies count once, and the loss is the mean.
+    Replicas count once, and the loss is the mean.
     """
     step, put = mapped
     compare("named", case, third(RULES, step, put, case), put)
@@ -242,7 +239,7 @@ def test_shard_map(mapped: Any, case: str) -> None:
 
 @pytest.mark.parametrize("name", ["agc", "last axis"])
 def test_kept_axes_are_refused(name: str) -> None:
-    """Beside named axes nobody knows which axis of a part is divided."""
+    """With named axes, rules that keep axes are refused: the sharded axis of a leaf is unknown."""
     run = lambda grads: uc.clip(grads, KEPT[name], grads, "x")[0]
     with pytest.raises(ValueError, match="all_reduce="):
         jax.shard_map(run, mesh=mesh_of("Auto"), in_specs=P(None, "x"), out_specs=P(None, "x"))(
@@ -252,7 +249,7 @@ def test_kept_axes_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["global", "largest", "leaf"])
 def test_derivatives(name: str) -> None:
-    """Derivatives go through the join in shard_map, those of copies too."""
+    """Derivatives go through the collectives in shard_map, those of replicas too."""
     rule, specs = RULES[name], {"part": P("x"), "copy": P()}
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
     grads, weights = (
@@ -272,7 +269,7 @@ def test_derivatives(name: str) -> None:
 
 
 def test_outside_of_jit() -> None:
-    """Line by line it is the same, also beyond the range of squares."""
+    """Outside of jit the results are the same, also if squares overflow."""
     put = placed(MIXED, mesh_of("Auto"))
     compare("few", "finite", third(FEW, partial(update, FEW), put, "finite"), put)
     large = {name: g * np.float32(1e30) for name, g in gradients().items()}
@@ -280,7 +277,7 @@ def test_outside_of_jit() -> None:
 
 
 def test_without_names() -> None:
-    """Where types do not tell copies, ``shared=`` does: under ``check_vma=False`` and in pmap."""
+    """Where types do not mark replicas, ``shared=`` does: with ``check_vma=False`` and in pmap."""
     grads = {"part": np.arange(8.0, dtype="float32"), "copy": np.ones(3, "float32")}
     shared = lambda path, leaf: path[0] == "copy"
     specs = {"part": P("x"), "copy": P()}
@@ -296,7 +293,7 @@ def test_without_names() -> None:
 
 @pytest.mark.needs("optax")
 def test_optax() -> None:
-    """The wrapper's state and logs are those of one device where axes are named."""
+    """The state and logs of the optax wrapper are those of one device where axes are named."""
     mesh = mesh_of("Auto")
     put = placed(MIXED, mesh)
     for name in ("autoclip", "skip"):
@@ -326,7 +323,7 @@ def test_optax() -> None:
 
 
 def test_two_processes() -> None:
-    """Two processes of four devices each do what one device does."""
+    """Two processes of four devices each give the results of one device."""
     paths = os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )

@@ -1,6 +1,4 @@
-"""Rules that remember, through a thousand steps with drift, spikes, NaN and ∞:
-limits as the oracle says.
-"""
+"""Stateful rules in a thousand steps with drift, spikes, NaN and ∞, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pytest
 
 import uniclip as uc
 from kit import oracle
-from kit.check import seen_of
+from kit.check import reported_of
 from kit.frameworks import Framework
 from kit.oracle import Plan, Scope
 
@@ -56,9 +54,7 @@ STEPS = {"numpy": 1000, "torch": 200}
 
 @functools.cache
 def norms(steps: int) -> np.ndarray:
-    """Return the norms of a training: they drift, with spikes, NaN and ∞ at times,
-    one of them early.
-    """
+    """Return the norms of a training: they drift, with occasional spikes, NaN and ∞."""
     rng = np.random.default_rng(0)
     drift = np.exp(np.cumsum(rng.normal(0, 0.02, steps)))
     usual = drift * rng.lognormal(0, 0.3, steps)
@@ -71,9 +67,9 @@ def norms(steps: int) -> np.ndarray:
 @pytest.mark.only(*STEPS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_long_training(framework: Framework, name: str) -> None:
-    """Every limit and factor is what the published formula gives; NaN and ∞ teach nothing."""
+    """Every limit and factor follows the published formula; NaN and ∞ leave the state unchanged."""
     (rule, plan), own, looked = RULES[name], None, 0
-    # One example, where a rule has examples.
+    # The leaf has one example, for rules of examples.
     array = lambda value: [framework.array([[value]], "float64")]
     state = rule.init(array(1.0))
     for number, norm in enumerate(norms(200 if "of all" in name else STEPS[framework.name])):
@@ -81,13 +77,13 @@ def test_a_long_training(framework: Framework, name: str) -> None:
         assert bool(report.finite) is bool(np.isfinite(norm))
         if not np.isfinite(norm):
             continue
-        (limit,), (factor,) = seen_of(plan, report, framework)
-        given = oracle.Given(
-            [None], list, lambda: [1], oracle.precision("float32", flush=False), seen=[limit]
+        (limit,), (factor,) = reported_of(plan, report, framework)
+        inputs = oracle.LimitInputs(
+            [None], list, lambda: [1], oracle.precision("float32", flush=False), reported=[limit]
         )
         with np.errstate(all="ignore"):
             (span,), own = oracle.step(
-                plan.limit, [oracle.exact(np.full(limit.shape, norm), DOUBLE)], own, given
+                plan.limit, [oracle.exact(np.full(limit.shape, norm), DOUBLE)], own, inputs
             )
         assert min(span.lo.item(), np.finfo(float).max) <= limit.item() <= span.hi.item(), (
             number,
@@ -96,7 +92,7 @@ def test_a_long_training(framework: Framework, name: str) -> None:
         )
         if np.isfinite(span.hi).all():
             looked += 1
-            # else it checks nothing
+            # A wide span would check nothing.
             assert span.hi.item() <= span.lo.item() * (1.02 if "of all" in name else 1 + 1e-6)
         wanted = CURVES[plan.curve](norm, limit.item())
         np.testing.assert_allclose(factor.item(), wanted, rtol=1e-15)

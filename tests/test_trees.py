@@ -1,6 +1,4 @@
-"""What gradients may come in: containers of every kind,
-and the kinds of arrays that users of a framework have.
-"""
+"""Trees of gradients: containers of every kind, and the array types of each framework."""
 
 from __future__ import annotations
 
@@ -40,15 +38,15 @@ class Layer:
 
 
 class Tracked(collections.OrderedDict[str, Any]):
-    """An ordered mapping of one's own, as Keras makes it of the attributes of its objects."""
+    """A custom ordered mapping, as Keras makes of the attributes of its objects."""
 
 
 class Sorted(dict[str, Any]):
-    """A dict of one's own."""
+    """A custom dict."""
 
 
 class Parameters(list[Any]):
-    """A list of one's own, as frameworks have them."""
+    """A custom list, as frameworks have them."""
 
 
 VALUES = lambda tree: [*tree.values()]
@@ -91,15 +89,15 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], type, Callable[[Any], lis
         lambda tree: [tree.w, tree.b["deep"][0]],
     ),
 }
-"""How each is made of two leaves, what comes back, and where its leaves are then."""
+"""How each is made of two leaves, the result, and the place of its leaves."""
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax")
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_containers(framework: Framework, name: str) -> None:
-    """Containers come back as they are, iterators and views as lists.
+    """Containers keep their type; iterators and views become lists.
 
-    The given ones and their arrays never change.
+    The inputs and their arrays never change.
     """
     (make, kind, leaves), arrays = (
         CONTAINERS[name],
@@ -124,9 +122,7 @@ ORDERED = ("OrderedDict", "OrderedDict subclass")
     "name", [*ORDERED, "dict", "dict subclass", "defaultdict", "mapping", "UserDict"]
 )
 def test_the_order_of_a_mapping(framework: Framework, name: str) -> None:
-    """A state belongs to the leaves of the tree that it was made for,
-    whichever mapping holds them at the next step.
-    """
+    """A state belongs to the names of the leaves, whatever mapping the next step comes in."""
     rule, order = uc.norm_growth(1.5), ["['z']", "['a']"] if name in ORDERED else ["['a']", "['z']"]
     make = CONTAINERS[name][0]
     tree = make(framework.array([3.0, 4.0]), framework.array([1.0]))
@@ -142,9 +138,7 @@ def test_the_order_of_a_mapping(framework: Framework, name: str) -> None:
 @pytest.mark.needs("numpy")
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_what_is_no_gradient() -> None:
-    """An iterator that was read before, and leaves that are no arrays of numbers,
-    are refused by their paths.
-    """
+    """An exhausted iterator, and leaves that are no numeric arrays, are refused by their paths."""
     for spent in (iter([]), (x for x in ()), map(abs, []), itertools.chain()):
         with pytest.raises(ValueError, match="iterator"):
             uc.clip_by_global_norm(spent, 1.0)
@@ -166,7 +160,7 @@ def test_what_is_no_gradient() -> None:
     object.__setattr__(layer, "name", "of no field")
     clipped, _ = uc.clip_by_global_norm([layer], 1.0)
     assert (clipped[0].name, layer.w.tolist()) == ("of no field", [3.0, 4.0])
-    # A step may have to read it twice.
+    # A step may have to read them twice.
     for many in (iter([np.ones(2)]), {"w": np.ones(2)}.values()):
         with pytest.raises(TypeError, match=r"grads\['layer'\](.|\n)*as a list"):
             uc.global_norm({"layer": many})
@@ -184,9 +178,7 @@ def narrow_rules(uc: Any) -> list[Any]:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_integers_of_sparse_gradients(framework: Framework) -> None:
-    """Integers of rows that occur twice are added exactly, beyond what float32,
-    or their own type, holds.
-    """
+    """Integers of duplicate rows are summed exactly, beyond float32 and their own dtype."""
     grads = framework.sparse((9, 1), [2, 2], [[2**24], [1]], "int32")
     clipped, _ = uc.clip(grads, uc.by_value(-1, 2**24 + 1))
     assert framework.dense(clipped)[2, 0] == 2**24 + 1
@@ -199,9 +191,7 @@ def test_integers_of_sparse_gradients(framework: Framework) -> None:
 
 @pytest.mark.parametrize("scale", [1e25, 1e-25])
 def test_what_numpy_warns_about(framework: Framework, scale: float) -> None:
-    """Squares that do not fit into float32, and products that are not normal,
-    warn of nothing and stop nothing.
-    """
+    """Squares beyond float32, and subnormal products, raise neither warnings nor errors."""
     leaf = np.full(5000, scale, np.float32)
     grads = list(map(framework.array, (leaf, [scale, 1e-40])))
     with np.errstate(all="raise"):
@@ -213,7 +203,7 @@ def test_what_numpy_warns_about(framework: Framework, scale: float) -> None:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
-    """Cleaned of NaN, rows that occur twice still count as their sum."""
+    """Duplicate rows count as their sum after NaN was replaced."""
     grads = framework.sparse((4, 2), [0, 2, 0], [[3.0, 0.0], [0.0, np.nan], [3.0, 0.0]])
     rule = uc.by_global_norm(1.0, nonfinite="zero")
     clipped, report = uc.clip(grads, rule)
@@ -221,7 +211,7 @@ def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
     np.testing.assert_allclose(framework.dense(clipped), [[1, 0], [0, 0], [0, 0], [0, 0]])
     if framework.name == "torch":
         one, wide = framework.array([np.nan]), framework.array([1.0, np.nan]).expand(3, 2)
-        # also where only NaN is to be written
+        # In-place clipping raises even if only NaN would be replaced.
         with pytest.raises(TypeError, match=r"grads\[1\].*in place"):
             uc.clip_([one, wide], uc.by_global_norm(9.0, nonfinite="zero"))
         assert np.isnan(framework.numpy(one)).all()
@@ -232,9 +222,7 @@ def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_kinds_of_torch() -> None:
-    """8-bit floats are clipped as float32 and rounded once, subclasses keep their class,
-    in place too.
-    """
+    """8-bit floats are clipped as float32 and rounded once; subclasses are kept, in place too."""
     import torch
 
     own, wide = type("Own", (torch.Tensor,), {}), torch.tensor([3.0, 4.0, -0.5])
@@ -264,10 +252,11 @@ def test_kinds_of_torch() -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # half of these PyTorch calls prototypes
+# PyTorch calls half of these prototypes.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["dequantize", "unbind", "to_sparse_csr", "shape", "grad"])
 def test_kinds_that_torch_cannot_clip(name: str) -> None:
-    """The error names the leaf and what to make of it, before anything is changed."""
+    """The error names the leaf and the remedy, before anything is changed."""
     import torch
 
     first, make = torch.tensor([3.0, 4.0]), {
@@ -285,7 +274,7 @@ def test_kinds_that_torch_cannot_clip(name: str) -> None:
 
 @pytest.mark.needs("jax")
 def test_kinds_of_jax() -> None:
-    """8-bit floats are clipped as float32 and rounded once; what holds no numbers is refused."""
+    """8-bit floats are clipped as float32 and rounded once; leaves without numbers are refused."""
     import jax
     import jax.numpy as jnp
 
@@ -302,9 +291,9 @@ def test_kinds_of_jax() -> None:
 
 @pytest.mark.needs("jax")
 def test_nodes_and_settings_of_jax() -> None:
-    """Classes that are registered with JAX are containers.
+    """Classes registered with JAX are containers.
 
-    Results lie with the gradients; promotion may be strict.
+    Results are on the device of the gradients; promotion may be strict.
     """
     import jax
     import jax.numpy as jnp
@@ -350,9 +339,9 @@ BY_ROW: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_a_value_for_each_row_of_a_sparse_gradient(
     framework: Framework, name: str, in_place: bool
 ) -> None:
-    """It would go by the position in which a row is stored, and is refused by name.
+    """A value for each row would follow the storage order of sparse rows, and is refused by name.
 
-    A value for each column is not.
+    A value for each column is accepted.
     """
     word, make = BY_ROW[name]
     rule, grads = make(framework), [framework.sparse((4, 2), [3, 1, 2, 0], [[3.0, 4.0]] * 4)]
@@ -380,9 +369,7 @@ def test_a_value_for_each_row_of_a_sparse_gradient(
 def test_parameters_go_by_the_rows_of_a_sparse_gradient(
     framework: Framework, in_place: bool
 ) -> None:
-    """Each row is compared with the same row of its parameter,
-    wherever and however often it is stored.
-    """
+    """Each row is compared with its row of the parameter, in any storage order and multiplicity."""
     params = framework.array(np.arange(12.0).reshape(6, 2))
     make = lambda: framework.sparse(
         (6, 2), [4, 1, 4, 0], [[9.0, 1.0], [2.0, 8.0], [3.0, 3.0], [0.5, 0.5]]
@@ -398,9 +385,7 @@ def test_parameters_go_by_the_rows_of_a_sparse_gradient(
 
 @pytest.mark.needs("torch")
 def test_odd_leaves_in_odd_leaves() -> None:
-    """Layers are opened one by one, and closed again: integers, or half precision,
-    of rows that are stored twice.
-    """
+    """Nested wrappers are opened and rebuilt: integers or half precision, of duplicate rows."""
     import torch
 
     for dtype, wanted in ((torch.int32, torch.float32), (torch.float16, torch.float16)):
@@ -428,7 +413,7 @@ def test_odd_leaves_in_odd_leaves() -> None:
     "rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), lambda grad: grad / 5, uc.by_value(-1, 1)]
 )
 def test_a_sparse_gradient_in_place(rule: Any) -> None:
-    """The same object has its sum changed, once, and autograd is told."""
+    """The sum in the same object changes once, and autograd gets a new version."""
     import torch
 
     leaf = torch.sparse_coo_tensor(
@@ -443,9 +428,9 @@ def test_a_sparse_gradient_in_place(rule: Any) -> None:
 
 @pytest.mark.needs("torch")
 def test_the_memory_of_a_sparse_gradient() -> None:
-    """One factor is written into its own memory, which other tensors may have.
+    """A factor is written into the storage of a sparse gradient, which other tensors may share.
 
-    Single entries are written, too.
+    Single elements are written, too.
     """
     import torch
 
@@ -462,7 +447,7 @@ def test_the_memory_of_a_sparse_gradient() -> None:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_a_limit_for_each_row_of_another_leaf(framework: Framework) -> None:
-    """What a dense leaf has for each row is no matter of a sparse one in another group."""
+    """A value for each row of a dense leaf does not affect a sparse leaf of another group."""
     limits = {"dense": framework.array([1.0, 2.0]), "sparse": 5.0}
     rule = uc.Rule(
         uc.limits.PerGroup(limits), scope=uc.Scope(label=lambda path, leaf: path[0], axes=(1,))
@@ -480,9 +465,7 @@ def test_a_limit_for_each_row_of_another_leaf(framework: Framework) -> None:
 
 @pytest.mark.needs("tensorflow")
 def test_slices_of_unknown_shape() -> None:
-    """Rows of a matrix whose number is unknown are clipped by value,
-    by bounds for each column too.
-    """
+    """Matrices with an unknown number of rows are clipped by value, also with bounds by column."""
     import tensorflow as tf
 
     columns = tf.constant([1.0, 2.0])
@@ -502,9 +485,7 @@ def test_slices_of_unknown_shape() -> None:
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_sizes_that_are_known_later(dtype: str) -> None:
-    """Means are over all entries of a matrix whose shape is a value of the graph,
-    sparse and dense.
-    """
+    """Means are over all elements of a matrix whose shape is a symbolic value, sparse and dense."""
     import tensorflow as tf
 
     rule = uc.Rule(math.inf, norm=uc.norms.RMS)
@@ -534,7 +515,7 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_dense_shape_that_is_no_tensor(name: str) -> None:
-    """It is what the slices get back, and says what a dense tensor would."""
+    """A dense shape that is no tensor comes back with the slices, and is used like a tensor."""
     import tensorflow as tf
 
     shape = SHAPES[name](tf)
@@ -547,7 +528,8 @@ def test_a_dense_shape_that_is_no_tensor(name: str) -> None:
         uc.by_norm(5.0, axis=(1,)),
     ]
     wanted = [[3.0, 4.0], [3.0, 4.0], [2.0, 2.0], [3.0, 3.0], [3.0, 4.0]]
-    if name != "an unknown shape":  # a mean needs a size
+    # A mean needs a size.
+    if name != "an unknown shape":
         rules, wanted = [*rules, uc.by_block_rms(0.5)], [*wanted, [0.6 * 2**0.5, 0.8 * 2**0.5]]
     for rule, row in zip(rules, wanted, strict=True):
         clipped, _ = uc.clip(slices, rule, params=tf.ones((4, 2)))
@@ -557,7 +539,7 @@ def test_a_dense_shape_that_is_no_tensor(name: str) -> None:
 
 @pytest.mark.needs("tensorflow")
 def test_a_dense_shape_of_which_a_part_is_known_later() -> None:
-    """A mean is over the rows that a value of the graph says."""
+    """A mean is over the number of rows that a symbolic value gives."""
     import tensorflow as tf
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)])
@@ -574,7 +556,7 @@ def test_a_dense_shape_of_which_a_part_is_known_later() -> None:
     "rule", [uc.by_block_rms(1.0), uc.by_average_norm(0.5), uc.by_norm(0.5, axis=0)]
 )
 def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
-    """Means are over all entries, those that are not stored too, as of the dense gradient."""
+    """Means are over all elements, absent rows included, as for the dense gradient."""
     rows, values = [0, 0, 2], [[1.0, 2.0], [2.0, 2.0], [-3.0, 8.0]]
     dense = framework.array([[3.0, 4.0], [0.0, 0.0], [-3.0, 8.0]])
     (found, report), (wanted, expected) = (
@@ -587,8 +569,9 @@ def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
 
 @pytest.mark.needs("jax")
 def test_a_node_of_jax_is_planned_once() -> None:
-    """What is found out about a tree is kept, also where only JAX opens it,
-    unless it has arrays as static parts.
+    """The structure of a tree is cached, also if only JAX opens it.
+
+    Trees with arrays as static data are not cached.
     """
     import jax
     import jax.numpy as jnp
@@ -611,7 +594,7 @@ def test_a_node_of_jax_is_planned_once() -> None:
 
 @pytest.mark.needs("jax")
 def test_a_class_that_is_registered_later() -> None:
-    """A class that was met before it was registered with JAX is opened by JAX from then on."""
+    """A class that is registered with JAX after its first use is opened by JAX from then on."""
     import jax
     import jax.numpy as jnp
 
@@ -625,7 +608,7 @@ def test_a_class_that_is_registered_later() -> None:
 
 @pytest.mark.needs("jax")
 def test_batches_of_sparse_matrices() -> None:
-    """Their rows hold single entries, along which there is no norm, however many they are."""
+    """Batches of sparse matrices store single elements, and have no norm along rows."""
     import jax.numpy as jnp
     from jax.experimental import sparse
 
@@ -640,7 +623,7 @@ def test_batches_of_sparse_matrices() -> None:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_a_function_of_repeated_rows(framework: Framework) -> None:
-    """It gets each row once, also one that does not leave 0 alone."""
+    """A function gets each row once, also a function that does not map 0 to 0."""
     grads = framework.sparse((4, 1), [2, 0, 2], [[0.5], [3.0], [0.25]])
     for function in (lambda grad: grad + 1, uc.by_value(1.75, 4.0)):
         clipped = framework.dense(uc.clip([grads], function)[0][0])
@@ -654,9 +637,7 @@ def test_a_function_of_repeated_rows(framework: Framework) -> None:
     "rule", [uc.by_global_norm(1.0), uc.by_norm(0.5), lambda grad: grad / 5, uc.agc(0.1)]
 )
 def test_embeddings_that_are_added(rule: Any) -> None:
-    """Their sparse gradients have one memory and other rows,
-    and each is clipped as the dense one is.
-    """
+    """Sparse gradients of summed embeddings share storage, and are clipped like dense ones."""
     import torch
 
     torch.manual_seed(0)
@@ -693,7 +674,7 @@ def test_what_is_no_tensor_of_torch(clip: Any) -> None:
 )
 @pytest.mark.parametrize("ids", [[7], [7, 3, 7, 1]])
 def test_sparse_gradients_that_share_memory(rule: Any, ids: list[int]) -> None:
-    """Each embedding of a sum may be clipped alone, or with the other.
+    """Each embedding of a sum may be clipped alone, or with the other one.
 
     A gradient may come twice, as another tensor.
     """

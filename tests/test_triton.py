@@ -1,6 +1,4 @@
-"""Kernels for many tensors of an accelerator, which Triton's interpreter runs on the CPU: numbers,
-how many start, and when none does.
-"""
+"""Triton kernels for many tensors, run on the CPU by the interpreter: results and launches."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # which notes the attributes of tensors, before they are patched
+import torch._dynamo  # caches attributes of tensors, before these are patched
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
@@ -26,7 +24,7 @@ import uniclip as uc
 from kit.devices import elsewhere
 
 pytestmark = [
-    # NumPy's in the interpreter.
+    # NumPy warns inside the interpreter.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),
 ]
 HERE = Path(__file__).parent
@@ -72,7 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def clip_(grads: Any, rule: Any, params: Any = None) -> Any:
-    """Clip tensors that say that they are elsewhere. Return the report."""
+    """Clip tensors that report an accelerator, and return the report."""
     with elsewhere():
         return uc.clip_(grads, rule, params=params)
 
@@ -94,7 +92,7 @@ def tree(dtype: str, seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", RULES)
 def test_rules(started: list[str], name: str, dtype: str, in_place: bool) -> None:
-    """Rules do what they do in float64 on the CPU, in the dtype of each leaf."""
+    """Rules give the results of float64 on the CPU, in the dtype of each leaf."""
     rule, tolerance = RULES[name], TOLERANCES[dtype]
     left_out = {"s"} if name == "rows" else set()
     grads, params = (
@@ -126,16 +124,16 @@ WITHOUT_KERNEL = {
     "lift_fresh", "new_empty", "reshape", "resolve_conj", "resolve_neg", "result_type", "select",
     "slice", "split", "split_with_sizes", "to", "unbind", "unsqueeze", "view",
 }  # fmt: skip
-"""Operations that only make views or memory, or call others, which are counted."""
+"""Operations that only create views or allocate, or that call others, which are counted."""
 
 
 def starts_kernel(event: Any) -> bool:
-    """Return whether an event of the profiler is an operation that an accelerator runs."""
+    """Return whether an event of the profiler is an operation on the accelerator."""
     if not event.name.startswith("aten::") or event.name[6:] in WITHOUT_KERNEL:
         return False
     parent = event.cpu_parent
     while parent is not None:
-        # What an operation, or the interpreter of a kernel, does inside.
+        # The inner work of an operation, or of an interpreted kernel, does not count.
         if parent.name == "kernel" or (
             parent.name.startswith("aten::") and parent.name[6:] not in WITHOUT_KERNEL
         ):
@@ -145,7 +143,7 @@ def starts_kernel(event: Any) -> bool:
 
 
 def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
-    """Return how many kernels of Triton, and of PyTorch, a step in place starts."""
+    """Return the number of Triton and PyTorch kernels of an in-place step."""
     grads, params = ([torch.ones(8, 4 + number % 10) for number in range(leaves)] for _ in range(2))
     with_params = "params" in getattr(getattr(rule, "limit", None), "needs", ())
     step = partial(rule.update, params=params if with_params else None, in_place=True)
@@ -182,7 +180,7 @@ def test_launches(started: list[str], name: str, most: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-38])
 def test_range(started: list[str], scale: float) -> None:
-    """No square is out of range."""
+    """No square leaves the range."""
     leaf = [torch.full((20_000,), scale)]
     norm = float(clip_(leaf, uc.by_global_norm(1e38)).norms)
     assert started
@@ -192,7 +190,7 @@ def test_range(started: list[str], scale: float) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nonfinite(started: list[str], bad: float) -> None:
-    """NaN and ∞ spread over all leaves, become 0 with all others, and stay alone by value."""
+    """NaN and ∞ spread over all leaves, make all leaves 0, or stay where they are by value."""
 
     def leaves() -> list[Any]:
         return [torch.ones(70), torch.tensor([bad, 1.0]), torch.ones(3, dtype=torch.bfloat16)]
@@ -209,7 +207,7 @@ def test_nonfinite(started: list[str], bad: float) -> None:
 
 
 def test_order_of_memory(started: list[str]) -> None:
-    """Tensors in any order of memory, and off 16 bytes, are clipped whole; autograd is told."""
+    """Tensors of any memory order and alignment are clipped completely, and autograd is told."""
     base = torch.ones(2 * 2**14 + 3)
     leaves = [
         base[1:],
@@ -230,7 +228,7 @@ def test_order_of_memory(started: list[str]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("offset", [0, 1, 4, 8])
 def test_edges_of_chunks(started: list[str], offset: int, dtype: str) -> None:
-    """Every entry of a tensor of any length is measured, and changed once, and no other one."""
+    """Each element of a tensor of any length is measured and changed once, and no others are."""
     kind = getattr(torch, dtype)
     for length in (1, 4095, 2**14 - 1, 2**14, 2**14 + 1, 2**15 + 16):
         memory = torch.ones(length + offset + 32, dtype=kind)
@@ -248,7 +246,7 @@ def test_edges_of_chunks(started: list[str], offset: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("width", [1, 16, 255, 256, 257, 8192, 8193])
 def test_edges_of_rows(started: list[str], width: int) -> None:
-    """Rows of any length have norms of their own, and nothing but them is changed."""
+    """Rows of any length have their own norms, and nothing else changes."""
     memory = torch.ones(9 * width + 32)
     leaf = memory[16 : 16 + 9 * width].view(9, width)
     leaf.mul_(torch.arange(9.0).unsqueeze(1))
@@ -265,7 +263,7 @@ def test_edges_of_rows(started: list[str], width: int) -> None:
 
 
 def test_unchanged_bits(started: list[str]) -> None:
-    """Within the limit bits stay, those of zeros with a sign and of NaN by value, too."""
+    """Below the limit all bits stay, including signed zeros, and NaN by value."""
     leaf = torch.tensor([-0.0, 1e-42, 3.0])
     bits = leaf.view(torch.int32).clone()
     clip_([leaf], uc.by_global_norm(10.0))
@@ -275,7 +273,7 @@ def test_unchanged_bits(started: list[str]) -> None:
 
 
 def test_same_bits(started: list[str]) -> None:
-    """The same input has the same bits again."""
+    """The same input gives the same bits."""
     grads = torch.from_numpy(np.random.default_rng(0).normal(size=50_000)).float()
     with elsewhere():
         found = [uc.global_norm([grads.clone()]) for _ in range(3)]
@@ -285,7 +283,7 @@ def test_same_bits(started: list[str]) -> None:
 
 
 def test_new_addresses(started: list[str]) -> None:
-    """Steps with new addresses each time are right, and what is remembered is bounded."""
+    """Steps with new addresses are right, and the cache of addresses is bounded."""
     kept = []
 
     def tables() -> int:
@@ -307,7 +305,7 @@ def test_new_addresses(started: list[str]) -> None:
 
 
 def test_inference_mode(started: list[str]) -> None:
-    """Tensors of inference mode, which have no version, are clipped there."""
+    """Inference tensors, which have no version, are clipped."""
     with torch.inference_mode():
         leaf = torch.full((8,), 3.0)
         clip_([leaf], uc.by_norm(1.0))
@@ -316,11 +314,11 @@ def test_inference_mode(started: list[str]) -> None:
 
 
 class Subclass(torch.Tensor):
-    """A tensor that may hold anything."""
+    """A tensor subclass, whose data may be anything."""
 
 
 class Sees(TorchDispatchMode):
-    """A mode that notes the operations."""
+    """A mode that records the operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +330,7 @@ class Sees(TorchDispatchMode):
 
 
 def with_mode(clip: Callable[..., Any], leaf: torch.Tensor) -> Any:
-    """Clip where a mode looks on, which sees a product."""
+    """Clip inside a mode, which must see a product."""
     with Sees() as mode:
         made = clip([leaf])
     assert any("mul" in name for name in mode.names)
@@ -352,7 +350,7 @@ WAYS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["global", "norm"])
 def test_old_ways(started: list[str], name: str, way: str) -> None:
-    """No kernel starts where others look on, or derivatives are recorded."""
+    """No kernel starts under a mode, for a subclass, or while a graph is recorded."""
     leaf = torch.full((8,), 3.0)
     with elsewhere():
         made = WAYS[way](lambda leaves: uc.clip(leaves, RULES[name])[0], leaf)
@@ -363,7 +361,7 @@ def test_old_ways(started: list[str], name: str, way: str) -> None:
 
 
 def test_turned_off(started: list[str]) -> None:
-    """``UNICLIP_TRITON=0`` turns the kernels off, from that step on."""
+    """``UNICLIP_TRITON=0`` disables the kernels from the next step on."""
     leaf = torch.full((8,), 3.0)
     with mock.patch.dict(os.environ, UNICLIP_TRITON="0"):
         clip_([leaf], uc.by_global_norm(1.0))
@@ -374,7 +372,7 @@ def test_turned_off(started: list[str]) -> None:
 
 
 def run(program: str, **environment: str) -> str:
-    """Run a program in a process of its own, without Triton so far. Return its output."""
+    """Return the output of a program in a process of its own, without Triton at first."""
     others = {
         key: value
         for key, value in os.environ.items()
@@ -394,7 +392,7 @@ def run(program: str, **environment: str) -> str:
 
 
 def test_beside_tensorflow() -> None:
-    """Triton is not imported into a process with TensorFlow: one line in the log says so."""
+    """A process with TensorFlow does not import Triton, and logs one line about it."""
     out = run(
         """
 import types, torch, uniclip as uc
@@ -412,7 +410,7 @@ assert abs(float(leaf.norm()) - 1) < 1e-6
 
 
 def test_where_they_are_used() -> None:
-    """Triton is imported for GPUs of NVIDIA from Volta on, with one warning if it fails."""
+    """Triton is imported for NVIDIA GPUs from Volta on, with one warning if it fails."""
     run(
         """
 import os, warnings, torch, uniclip as uc
@@ -447,7 +445,7 @@ assert "UNICLIP_TRITON=0" in str(seen[0].message)
 
 
 def test_untested_version() -> None:
-    """A version of Triton that was not tested is used only if it is asked for."""
+    """An untested version of Triton is used only on request."""
     run(
         """
 import torch, uniclip as uc
@@ -465,7 +463,7 @@ assert abs(float(leaf.norm()) - 1) < 1e-6
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["by_global_norm", "by_norm", "agc"])
 def test_no_compiler(name: str, dtype: str) -> None:
-    """If the last kernel of a step cannot be compiled, nothing is written but by PyTorch itself."""
+    """If the last kernel of a step cannot be compiled, only PyTorch itself writes."""
     run(
         f"""
 import warnings, torch, uniclip as uc

@@ -1,6 +1,4 @@
-"""What every adapter does, whichever library it clips in:
-as the loop that clips by hand, and no more.
-"""
+"""The contract of all integrations: training with a rule equals the loop that clips by hand."""
 
 from __future__ import annotations
 
@@ -19,96 +17,91 @@ from kit.rules import kinds as all_kinds
 from kit.training import Arrays, Batch, ByHand, batches, loss_and_grads, overflowing, weights
 
 LARGE = 1e38
-"""A limit or a threshold above it is none: the largest number of a dtype stands for that."""
+"""Limits and thresholds above this are none; the largest number of a dtype stands for that."""
 SPIKE = 3
 """The batch with the spike."""
 STOP = SPIKE + 1
-"""After how many steps a training is stopped, to go on from what was saved."""
+"""The step after which a training is saved, to be resumed."""
 RESUMED = ("autoclip", "adagc")
-"""Kinds whose memory is norms of all leaves together, and one of each."""
+"""Kinds of rules with a state of the joint norm, and one of each leaf's."""
 KEPT = "chain"
-"""The kind whose files are kept."""
+"""The kind of rule whose files are in tests/data."""
 FILES = Path(__file__).parents[1] / "data" / "files"
 MOVED = ("adagc", "chain")
-"""Kinds whose memory has names of leaves, and is that of a rule among others."""
+"""Kinds whose state has names of leaves, one of them inside a chain."""
 
 
 class Adapter(Protocol):
-    """A library that trains the model of `kit.training`,
-    with a rule where uniclip's adapter puts it.
-    """
+    """A library that trains the model of `kit.training`, with a rule in uniclip's integration."""
 
     takes: frozenset[str]
-    """What it can do, of
+    """The capabilities, out of
 
-    - loss: it hands the loss to the rule;
-    - scalars: `scalars` has what a logger shows;
-    - record: ``start`` takes a ``record=``, which has a row for each step once `finish` was called;
-    - save: `save` and `load`;
-    - refuse: `load` refuses the state of another rule;
-    - memory: `remembered` and `recall`;
-    - micro: ``start`` takes a ``micro=``, and `step` then goes through so many parts of the batch,
-      and clips once;
-    - scale: the loss is multiplied by about 1000; a step whose scaled gradients are not finite is
-      left out, so it trains without the batch with NaN;
-    - rows: the gradient of the table has only the rows of the batch, so that NaN does not reach the
-      others;
-    - bits: what is not clipped has the bits of a training without uniclip.
+        - loss: it passes the loss to the rule;
+        - scalars: `scalars` returns the values for a logger;
+        - record: ``start`` takes a ``record=``, which has a row for each step after `finish`;
+        - save: `save` and `load`;
+        - refuse: `load` refuses the state of another rule;
+        - memory: `remembered` and `recall`;
+        - micro: ``start`` takes a ``micro=``, and `step` then splits the batch into so many parts,
+          and clips once;
+        - scale: the loss is multiplied by about 1000; a step with non-finite scaled gradients is
+          skipped, so it trains without the batch with NaN;
+        - rows: the gradient of the table has only the rows of the batch, so that NaN does not reach
+          the others;
+        - bits: unclipped steps have the bits of a training without uniclip.
     """
     optimizer: str = "momentum"
-    """The optimizer of `kit.training` that it trains by, with its rate."""
+    """The optimizer of `kit.training` with the same algorithm and rate."""
     left_out: frozenset[str] = frozenset()
-    """The names of the kinds of rules that it cannot take."""
+    """The kinds of rules that are not supported."""
     recorded: str = ""
-    """The folder in tests/data/files with what `save` has once written, see tests/record.py."""
+    """The folder in tests/data/files with files that `save` once wrote, see tests/record.py."""
     own_clipping: Mapping[str, Any] = MappingProxyType({})
-    """The library's own options for clipping, by the names that ``start`` takes,
-    with values that switch them on.
-    """
+    """The library's own clipping options, as arguments of ``start`` that enable them."""
 
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
     ) -> None:
-        """Begin with `kit.training.weights`; without uniclip if the rule is ``None``."""
+        """Start from `kit.training.weights`; without uniclip if the rule is ``None``."""
 
     def step(self, batch: Batch) -> None:
-        """Train on a batch: forward, backward, a step of the optimizer."""
+        """Train on a batch: forward, backward, and a step of the optimizer."""
 
     def weights(self) -> Arrays:
         """Return copies of the weights, by their names in `kit.training`."""
 
     def inner(self) -> list[np.ndarray]:
-        """Return copies of what the optimizer remembers: moments, counts of steps."""
+        """Return copies of the optimizer's state: moments, step counts."""
 
     def scalars(self) -> dict[str, float]:
-        """Return what a logger shows of the last step."""
+        """Return the scalars of the last step for a logger."""
 
     def finish(self) -> None:
         """End the training, so that its record is written."""
 
     def save(self, folder: Path) -> None:
-        """Save all that a training goes on from, as the library's users do."""
+        """Save the training as the library's users do."""
 
     def load(self, folder: Path) -> None:
-        """Go on from what was saved, after ``start``."""
+        """Resume from the saved files, after ``start``."""
 
     def remembered(self) -> dict[str, Any]:
-        """Return what the rule remembers, as ``uc.Clipper.state_dict`` does, with its names:
-        ``['b']`` and so on.
+        """Return the state of the rule in the format of ``uc.Clipper.state_dict``.
+
+        Names of leaves are ``['b']`` and so on.
         """
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give the rule what ``uc.Clipper.state_dict`` returned."""
+        """Load a state that ``uc.Clipper.state_dict`` returned."""
 
 
 WITHOUT_NAN = ("skip", "skip_spikes", "zero")
-"""Kinds of rules after which NaN reaches no weight."""
+"""Kinds of rules with which NaN reaches no weight."""
 
 
 def kinds(uc: ModuleType) -> dict[str, Kind]:
-    """Return a rule of each kind, none of which depends on where a library has the inputs of
-    a matrix.
-    """
+    """Return a rule of each kind that does not depend on the input axis of a matrix."""
     return {**all_kinds(uc), "agc": Kind(uc.agc(0.05, axis=-1))}
 
 
@@ -117,10 +110,10 @@ Check: TypeAlias = Callable[[Make, ModuleType, Path], None]
 
 
 def check_training(name: str, make: Make, uc: ModuleType, folder: Path, **options: Any) -> None:
-    """Require every step to be that of the loop by hand, of a batch in parts, too.
+    """Require every step to equal that of the loop by hand, also with a split batch.
 
-    A skipped one changes nothing that is trained; one that a loss scale leaves out leaves the
-    rule's memory alone, too.
+    A skipped step changes no trained value. A step that a loss scale skips keeps the rule's state,
+    too.
     """
     adapter = make()
     hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
@@ -148,9 +141,7 @@ def check_training(name: str, make: Make, uc: ModuleType, folder: Path, **option
 
 
 def check_unclipped(make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require a rule that never clips to leave every bit of the training as it is
-    without uniclip.
-    """
+    """Require a rule that never clips to leave every bit of the training unchanged."""
     adapter, plain = make(), make()
     adapter.start(uc, uc.by_global_norm(1e9))
     plain.start(uc, None)
@@ -162,9 +153,7 @@ def check_unclipped(make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_resumed(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require a training that was stopped, saved and loaded to take the very steps of one that
-    was not.
-    """
+    """Require a stopped, saved and resumed training to equal an uninterrupted one."""
     through, again = make(), make()
     for adapter in (through, again):
         adapter.start(uc, kinds(uc)[name].rule)
@@ -180,9 +169,7 @@ def check_resumed(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_recorded(make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require files of an earlier day to load, and the training to go on as if it had
-    not stopped.
-    """
+    """Require old files to load, and the training to continue as if it had not stopped."""
     adapter = make()
     rule = kinds(uc)[KEPT].rule
     hand = ByHand(uc, rule, adapter.optimizer)
@@ -209,9 +196,7 @@ def write_files(make: Make, uc: ModuleType) -> None:
 
 
 def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require the state of another rule to be refused,
-    and to change nothing of the rule and its optimizer.
-    """
+    """Require the state of another rule to be refused, without a change to rule or optimizer."""
     saving, adapter = make(), make()
     saving.start(uc, uc.adagc())
     adapter.start(uc, uc.zclip(warmup=2))
@@ -227,9 +212,7 @@ def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require the rule's memory to go on in ``uc.Clipper``,
-    and that of a `Clipper` in the adapter.
-    """
+    """Require the rule's state to continue in ``uc.Clipper``, and that of a `Clipper` here."""
     adapter, again = make(), make()
     rule = kinds(uc)[name].rule
     hand = ByHand(uc, rule, adapter.optimizer)
@@ -256,14 +239,14 @@ def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def check_own_clipping(option: str, make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require the library's own clipping beside a rule to be refused."""
+    """Require the library's own clipping to be refused next to a rule."""
     adapter = make()
     with pytest.raises((ValueError, TypeError)):
         adapter.start(uc, uc.by_global_norm(1.0), **{option: adapter.own_clipping[option]})
 
 
 def check_record(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
-    """Require a recorder to have a row for each step, with the numbers of the loop by hand."""
+    """Require a record to have a row for each step, with the numbers of the loop by hand."""
     from uniclip import insight
 
     adapter = make()
@@ -292,19 +275,16 @@ def check_record(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
 
 
 def contract(make: Any, some: tuple[str, ...] | None = None) -> list[Any]:
-    """Return the checks of an adapter as parameters of a test,
-    with all kinds of rules or with some.
+    """Return the checks of an integration as parameters of a test, for all kinds of rules or some.
 
-    ``@pytest.mark.parametrize("check", contract(Attached))``, and the test calls
-    ``check(Attached, uc, tmp_path)``.
+    ``@pytest.mark.parametrize("check", contract(Attached))``, and the test calls ``check(Attached,
+    uc, tmp_path)``.
     """
     return [pytest.param(check, id=name) for name, check in checks(make, some)]
 
 
 def variants(makes: Mapping[Any, tuple[str, ...] | None]) -> list[Any]:
-    """Return the same of several adapters, each with some kinds of rules or all,
-    as pairs of an adapter and a check.
-    """
+    """Return pairs of an integration and a check, with some kinds of rules or all."""
     return [
         pytest.param(make, check, id=f"{make.__name__}-{name}")
         for make, some in makes.items()
@@ -313,7 +293,7 @@ def variants(makes: Mapping[Any, tuple[str, ...] | None]) -> list[Any]:
 
 
 def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str, Check]]:
-    """Yield the checks that are for an adapter by what it takes."""
+    """Yield the checks for the capabilities of an integration."""
     import uniclip as uc
 
     usable = [
@@ -348,7 +328,7 @@ def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str
 
 
 def trained(adapter: Adapter) -> list[np.ndarray]:
-    """Return all that a step of the optimizer changes."""
+    """Return all values that a step of the optimizer changes."""
     return [*adapter.weights().values(), *adapter.inner()]
 
 
@@ -364,7 +344,7 @@ def equal(found: list[np.ndarray], wanted: list[np.ndarray], what: str) -> None:
 
 
 def close(found: Arrays, wanted: Arrays, what: str) -> None:
-    """Require weights in float32 to be those by hand."""
+    """Require float32 weights to agree with the training by hand."""
     assert sorted(found) == sorted(wanted)
     for name, array in wanted.items():
         np.testing.assert_allclose(
@@ -373,9 +353,9 @@ def close(found: Arrays, wanted: Arrays, what: str) -> None:
 
 
 def close_scalars(found: dict[str, float], wanted: dict[str, float], what: str) -> None:
-    """Require the numbers for a logger to be those by hand.
+    """Require the scalars for a logger to agree with the training by hand.
 
-    A limit is one where there is a norm.
+    The limit is compared only where the norm is finite.
     """
     assert sorted(found) == sorted(wanted), what
     for name, value in wanted.items():

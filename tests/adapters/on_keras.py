@@ -1,6 +1,4 @@
-"""What the tests of Keras share: the small model,
-and the training by hand that it is compared with.
-"""
+"""Shared parts of the tests of Keras: the small model, and its reference training by hand."""
 
 from __future__ import annotations
 
@@ -16,18 +14,19 @@ import uniclip as uc
 from kit.training import MOMENTUM, RATE, Batch, ByHand, batches, weights
 
 IGNORED = [
-    # Keras' variables do not know NumPy's copy argument yet; that is between the two.
+    # Keras' variables do not support NumPy's copy argument yet.
     pytest.mark.filterwarnings(
         "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
     ),
-    # Keras' trainer makes a NumPy array read-only and gives it to PyTorch.
+    # Keras' trainer passes read-only NumPy arrays to PyTorch.
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
 ]
 BACKEND = keras.backend.backend()
 on_tensorflow = pytest.mark.needs("keras on tensorflow")
-"""What no backend changes, and what is TensorFlow's own."""
+"""Tests that do not depend on the backend, or that are about TensorFlow."""
 
-if BACKEND == "tensorflow":  # two devices, for replicas
+# Two devices, for replicas.
+if BACKEND == "tensorflow":
     import tensorflow as tf
 
     CPU = tf.config.list_physical_devices("CPU")[0]
@@ -39,10 +38,10 @@ FINITE = [batch for batch in BATCHES if np.isfinite(batch.targets).all()]
 
 @keras.saving.register_keras_serializable("test")
 class Net(keras.Model):
-    """The small model of all adapters."""
+    """The small model of all integrations."""
 
     sparse = False
-    """Whether TensorFlow keeps the gradient of the table sparse."""
+    """True if TensorFlow keeps the gradient of the table sparse."""
 
     def __init__(self, name: str = "net", **options: Any) -> None:
         super().__init__(name=name, **options)
@@ -52,7 +51,7 @@ class Net(keras.Model):
         self.built = True
 
     def call(self, ids: Any) -> Any:
-        """Look rows up, and multiply."""
+        """Look up rows, and multiply."""
         table = self.table if self.sparse else 1.0 * self.table
         return keras.ops.take(table, keras.ops.cast(ids, "int32"), axis=0) @ self.w + self.b
 
@@ -85,7 +84,7 @@ def fit(
 
 
 def by_hand(rule: Any, of: list[Batch] = BATCHES) -> tuple[ByHand, list[dict[str, float]]]:
-    """Return the training by hand, and what its steps log."""
+    """Return the training by hand, and the logs of its steps."""
     hand, seen = ByHand(uc, rule), []
     for batch in of:
         hand.step(batch)
@@ -105,7 +104,7 @@ def same(ours: Any, theirs: Any, rtol: float = 0.0) -> None:
 
 
 def as_by_hand(made: Any, hand: ByHand) -> None:
-    """Require the weights, and the sums of the optimizer, to be those of the training by hand."""
+    """Require the weights and the optimizer's state to equal those of the training by hand."""
     same(
         values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5
     )
@@ -118,7 +117,7 @@ def as_by_hand(made: Any, hand: ByHand) -> None:
 
 
 def in_replicas(made: Any, hand: ByHand) -> None:
-    """Require this of both replicas, whose copies are the same."""
+    """Require both replicas to equal the training by hand."""
     as_by_hand(made, hand)
     for variable in [*made.weights, *made.optimizer.variables]:
         first, second = (np.asarray(copy) for copy in variable.value.values)
@@ -127,5 +126,5 @@ def in_replicas(made: Any, hand: ByHand) -> None:
 
 @cache
 def mirrored() -> Any:
-    """Return two replicas; a second strategy in the same process would join with the same keys."""
+    """Return two replicas; a second strategy in the same process would reuse their keys."""
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -1,6 +1,4 @@
-"""What the tests of PyTorch's optimizers share: the small model,
-parameters with gradients, a wrapper.
-"""
+"""Shared parts of the tests of PyTorch's optimizers: the model, parameters, wrappers."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class Attached(Adapter):
         return (errors**2).mean()
 
     def backward(self, batch: Batch) -> torch.Tensor:
-        """Leave gradients, and return the loss."""
+        """Compute the gradients, and return the loss."""
         self.inside.zero_grad()
         total = torch.zeros(())
         for part in parts(batch, self.micro):
@@ -68,7 +66,8 @@ class Attached(Adapter):
         if self.handle is not None:
             self.handle.loss = loss
         self.inside.step()
-        assert self.handle is None or self.handle.loss is None  # which is for one step
+        # A loss is for one step.
+        assert self.handle is None or self.handle.loss is None
 
     def weights(self) -> Arrays:
         """Return the weights."""
@@ -93,13 +92,13 @@ class Attached(Adapter):
         self.record.flush()
 
     def save(self, folder: Path) -> None:
-        """Write a file of two states."""
+        """Write a file with the states of optimizer and handle."""
         torch.save(
             {"model": self.model, "optimizer": self.inside.state_dict()}, folder / "checkpoint.pt"
         )
 
     def load(self, folder: Path) -> None:
-        """Read the file, with the default that loads no code."""
+        """Read the file with ``weights_only``, the default."""
         saved = torch.load(folder / "checkpoint.pt")
         self.inside.load_state_dict(saved["optimizer"])
         for name, p in self.model.items():
@@ -110,19 +109,19 @@ class Attached(Adapter):
         return renamed(self.handle.numbers(), lambda name: name.removeprefix("[0]"))
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give a state to the handle."""
+        """Load a state into the handle."""
         self.handle.load_state_dict(
             renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name)
         )
 
 
 class Scaled(Attached):
-    """A loss scale; the gradients are unscaled before the step or in it."""
+    """A loss scale, with gradients unscaled before the step or in it."""
 
     takes = Attached.takes - {"micro", "record", "refuse", "bits"} | {"scale"}
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Begin with a scale of 1024."""
+        """Start with a scale of 1024."""
         super().start(uc, rule, **options)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
@@ -140,7 +139,7 @@ class Scaled(Attached):
 
 
 class Compiled(Attached):
-    """A step that is compiled."""
+    """A compiled step."""
 
     takes = frozenset({"scalars"})
 
@@ -165,7 +164,7 @@ def five() -> Any:
 
 
 class Wrapper(Optimizer):
-    """A wrapper that has nothing but the optimizer inside, as a user may write one."""
+    """A wrapper with the inner optimizer as its only attribute, as a user may write it."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -175,7 +174,7 @@ class Wrapper(Optimizer):
 
 
 class Combined(Optimizer):
-    """Several optimizers as one, as trainers take it."""
+    """Several optimizers combined into one, which trainers accept."""
 
     def __init__(self, *opts: Any) -> None:
         super().__init__([group for one in opts for group in one.param_groups], {})
@@ -189,9 +188,7 @@ class Combined(Optimizer):
 
 
 class WithoutInit(Optimizer):
-    """One that calls no ``super().__init__``, so it has no hooks,
-    and keeps its optimizers by name.
-    """
+    """A combination without ``super().__init__``, so without hooks, and with named optimizers."""
 
     def __init__(self, *opts: Any) -> None:
         self.by_name = {str(number): one for number, one in enumerate(opts)}
@@ -213,7 +210,7 @@ class WithoutInit(Optimizer):
 
 @dataclass
 class Plain:
-    """One without the base class, which has no hash."""
+    """A combination without the base class, and without a hash."""
 
     optimizers: tuple[Any, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Rules attached to optimizers under Accelerate, which wraps them."""
+"""Rules attached to optimizers that Accelerate wraps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from uniclip.integrations.torch import attach
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """Undo what Accelerate keeps for the whole process."""
+    """Reset the process-wide state of Accelerate."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 class Accelerated(Handled):
-    """A loop as Accelerate's documentation writes it.
+    """The loop of Accelerate's documentation.
 
     The rule is attached before the optimizer is wrapped.
     """
@@ -41,7 +41,7 @@ class Accelerated(Handled):
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
     ) -> None:
-        """Prepare."""
+        """Prepare model and optimizer."""
         self.record, self.micro = record, micro
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
         net = Net()
@@ -50,7 +50,7 @@ class Accelerated(Handled):
         self.net, self.inside = self.accelerator.prepare(net, optimizer)
 
     def step(self, batch: Batch) -> None:
-        """Train on a batch, in parts if asked for."""
+        """Train on a batch, possibly in parts."""
         for part in parts(batch, self.micro):
             with self.accelerator.accumulate(self.net):
                 loss = self.net(**tensors(part))["loss"]
@@ -65,18 +65,18 @@ class Accelerated(Handled):
         self.record.flush()
 
     def save(self, folder: Path) -> None:
-        """Save all that was prepared."""
+        """Save all prepared objects."""
         self.accelerator.save_state(str(folder / "state"))
 
     def load(self, folder: Path) -> None:
-        """Load it."""
+        """Load all prepared objects."""
         self.accelerator.load_state(str(folder / "state"))
 
 
 class Scaled(Accelerated):
-    """With a scaler, which Accelerate makes on accelerators only.
+    """The loop with a gradient scaler, which Accelerate uses on accelerators only.
 
-    The rule is attached to what it wraps.
+    The rule is attached to the inner optimizer.
     """
 
     takes = frozenset({"scalars", "memory", "scale"})
@@ -98,12 +98,12 @@ class Scaled(Accelerated):
 
 @pytest.mark.parametrize(("make", "check"), variants({Accelerated: None, Scaled: ()}))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
-    """The loop keeps the contract of all adapters."""
+    """The loop keeps the contract of all integrations."""
     check(make, uc, tmp_path)
 
 
 def test_attached_twice() -> None:
-    """What Accelerate returns and what it got are one optimizer."""
+    """A rule cannot be attached to both the wrapped and the wrapping optimizer."""
     adapter = Accelerated()
     adapter.start(uc, uc.by_norm(1.0))
     with pytest.raises(ValueError, match=r"uc\.chain|already"):
@@ -111,7 +111,7 @@ def test_attached_twice() -> None:
 
 
 def test_bfloat16() -> None:
-    """Under autocast to bfloat16 gradients are float32, and measured as such."""
+    """Under autocast to bfloat16, gradients and norms are float32."""
     adapter = Accelerated()
     adapter.start(uc, uc.by_global_norm(0.5), mixed_precision="bf16")
     adapter.step(batches()[0])
@@ -122,9 +122,7 @@ def test_bfloat16() -> None:
 @pytest.mark.parametrize("kind", [Combined, Plain])
 @pytest.mark.parametrize("first", ["attach", "prepare"])
 def test_several_optimizers_as_one(kind: Any, first: str) -> None:
-    """They have one norm, also where Accelerate gives an object back as it is that is no optimizer
-    of PyTorch's.
-    """
+    """Optimizers stepped as one share a norm, also in an object that Accelerate does not wrap."""
     net, rule = Net(), uc.by_global_norm(0.5, skip_above=20.0)
     optimizer = joint(net, kind)
     handle = attach(optimizer, rule, names=net) if first == "attach" else None

@@ -1,4 +1,4 @@
-"""Keras' optimizers with a rule inside: what is Keras' own, beside the contract of all adapters."""
+"""Keras' optimizers with a rule inside: what is special to Keras, besides the contract."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ WAYS = {
 @on_tensorflow
 @pytest.mark.parametrize("way", WAYS)
 def test_fit(way: str, tmp_path: Path) -> None:
-    """However steps run, weights are those by hand.
+    """The weights are those of training by hand for any way of running.
 
-    Logs hold the last step, means and the largest norm of an epoch.
+    Logs contain the last step, means, and the largest norm of an epoch.
     """
     rule = uc.chain(uc.by_global_norm(0.9, nonfinite="skip"), uc.zclip(z=1.0, warmup=2))
     made = compiled(ClippedOptimizer(sgd(), rule), **WAYS[way])
@@ -99,9 +99,7 @@ INNER: dict[str, Callable[[], Any]] = {
 @on_tensorflow
 @pytest.mark.parametrize("name", INNER)
 def test_what_the_inner_optimizer_does(name: str) -> None:
-    """Schedules, averages of the weights and weight decay are those without the wrapper, to
-    the bit.
-    """
+    """Schedules, weight averages and weight decay equal those without the wrapper, bit for bit."""
     inner, plain = INNER[name](), INNER[name]()
     wrapped = ClippedOptimizer(inner, uc.by_global_norm(math.inf))
     for optimizer in (wrapped, plain):
@@ -115,9 +113,7 @@ def test_what_the_inner_optimizer_does(name: str) -> None:
 
 @on_tensorflow
 def test_attributes() -> None:
-    """Learning rate, count of steps and variables are those of the optimizer inside;
-    all can be set at once.
-    """
+    """Learning rate, step count and variables are those of the inner optimizer, and can be set."""
     rule = uc.adagc(warmup=2)
     optimizer, other = (ClippedOptimizer(SGD(0.5, momentum=0.9), rule) for _ in range(2))
     optimizer.learning_rate = 0.25
@@ -129,7 +125,7 @@ def test_attributes() -> None:
     other.build(again.trainable_variables)
     other.set_weights(values(optimizer.variables))
     assert float(other.learning_rate) == 0.25
-    with pytest.raises(ValueError):  # noqa: PT011 - Python's own words
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is Python's
         other.set_weights(values(optimizer.variables)[:-1])
     for one in (made, again):
         fit(one, FINITE)
@@ -139,9 +135,9 @@ def test_attributes() -> None:
 
 @on_tensorflow
 def test_saved(tmp_path: Path) -> None:
-    """A saved model goes on to the bit.
+    """A saved model continues bit for bit.
 
-    Weights alone do not bring the memory to an optimizer that is not built.
+    Weights alone restore no state into an optimizer that is not built.
     """
     rule = uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=2))
     whole, half, lost = (
@@ -166,7 +162,7 @@ def test_saved(tmp_path: Path) -> None:
 
 @on_tensorflow
 def test_refused_memories() -> None:
-    """The memory of another rule or of other variables is refused, and nothing has changed."""
+    """The state of another rule or of other variables is refused without any change."""
     made = compiled(ClippedOptimizer(SGD(0.1), uc.adagc()), run_eagerly=True)
     with pytest.raises(ValueError, match=r"build\("):
         made.optimizer.load_rule_state_dict({})
@@ -183,9 +179,7 @@ def test_refused_memories() -> None:
 
 
 def test_the_order_of_variables() -> None:
-    """A memory belongs to the variables by their names, in the order of the model,
-    also if that is not sorted.
-    """
+    """A state belongs to the names of variables, also if the model does not sort them."""
     rule = uc.norm_growth(1.5)
     made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     kernel, bias = made.trainable_variables
@@ -210,7 +204,7 @@ def test_the_order_of_variables() -> None:
 
 
 def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
-    """It has the shapes of the variables, in whatever order they are."""
+    """A state for each element has the shapes of the variables, in any order."""
     made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     made.compile(ClippedOptimizer(SGD(0.1), uc.spam(warmup=1)), loss="mse")
     made.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
@@ -223,7 +217,7 @@ def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
 
 
 def muon_and_adam(*, clipnorm: float | None = None) -> Any:
-    """Return Keras' way to two optimizers, one of them for the matrices."""
+    """Return Keras' combination of two optimizers, one of them for matrices."""
     inside = {
         "matrix": SGD(RATE, momentum=MOMENTUM),
         "rest": SGD(RATE, momentum=MOMENTUM, clipnorm=clipnorm),
@@ -235,9 +229,9 @@ def muon_and_adam(*, clipnorm: float | None = None) -> Any:
 
 @needs_multi
 def test_several_optimizers_inside(tmp_path: Path) -> None:
-    """One rule over all variables, whichever optimizer steps each.
+    """One rule covers all variables, whichever optimizer steps each.
 
-    Files and the memory go on as with a single one.
+    Files and states work as with a single optimizer.
     """
     rule = uc.chain(uc.by_global_norm(0.5), uc.adagc(warmup=2))
     made, again = (compiled(ClippedOptimizer(muon_and_adam(), rule)) for _ in range(2))
@@ -247,20 +241,22 @@ def test_several_optimizers_inside(tmp_path: Path) -> None:
         values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5
     )
     made.save_weights(tmp_path / "made.weights.h5")
-    fit(again, FINITE[:1])  # which builds
+    # The first step builds the optimizer.
+    fit(again, FINITE[:1])
     again.load_weights(tmp_path / "made.weights.h5")
     assert again.optimizer.rule_state_dict() == made.optimizer.rule_state_dict()
     for one in (made, again):
         fit(one, FINITE[:3])
     same(made.get_weights(), again.get_weights(), rtol=1e-6)
-    assert math.isnan(made.optimizer.learning_rate)  # there is none for all
+    # There is no rate for all variables.
+    assert math.isnan(made.optimizer.learning_rate)
     with pytest.raises(AttributeError, match="MultiOptimizer"):
         made.optimizer.learning_rate = 0.1
 
 
 @needs_multi
 def test_an_optimizer_inside_that_clips_by_itself() -> None:
-    """It is seen where it is known, and when it has been chosen; else it would clip again."""
+    """An inner optimizer that clips is refused, at construction or once its type is known."""
     given = keras.optimizers.OptimizerMap(SGD(), {".*kernel": SGD(clipnorm=1.0)})
     with pytest.raises(ValueError, match=r"clipnorm=1\.0(.|\n)*uc\.by_norm\(1\.0\)"):
         ClippedOptimizer(keras.optimizers.MultiOptimizer(given), BY_NORM)
@@ -271,7 +267,7 @@ def test_an_optimizer_inside_that_clips_by_itself() -> None:
 
 @keras.saving.register_keras_serializable("test")
 def is_matrix(path: Any, leaf: Any) -> bool:
-    """Choose the matrices."""
+    """Return whether a leaf is a matrix."""
     return bool(path[-1].endswith("/w"))
 
 
@@ -283,8 +279,9 @@ def halved(grad: Any) -> Any:
 
 @on_tensorflow
 def test_config() -> None:
-    """A rule, with arrays and with functions that Keras knows, goes through JSON in a config;
-    others say what to do.
+    """Rules with arrays, and with functions registered in Keras, survive a config in JSON.
+
+    Errors for other functions name the remedy.
     """
     groups = uc.by_group_norm({True: 1.0, False: keras.ops.convert_to_tensor(2.0)}, is_matrix)
     bounds = uc.by_value(np.asarray([-1.0, -2.0]), keras.ops.convert_to_tensor([1.0, math.inf]))
@@ -318,9 +315,7 @@ def test_config() -> None:
 
 @on_tensorflow
 def test_a_copy_prints_the_preset() -> None:
-    """An optimizer that was made of a config, or saved and loaded,
-    shows the rule as it was written.
-    """
+    """An optimizer restored from a config or a file prints the rule as it was written."""
     optimizer = ClippedOptimizer(SGD(), uc.by_global_norm(1.0))
     again = ClippedOptimizer.from_config(optimizer.get_config())
     assert (
@@ -332,7 +327,7 @@ def test_a_copy_prints_the_preset() -> None:
 
 @on_tensorflow
 def test_an_error_shows_the_preset() -> None:
-    """Also where Keras' output axis is another one than the framework's."""
+    """Errors print the preset, also where Keras' output axis differs from the framework's."""
     import tensorflow as tf
 
     optimizer, table = (
@@ -346,7 +341,7 @@ def test_an_error_shows_the_preset() -> None:
 
 
 def clipped(inner: Any, rule: Any = BY_NORM) -> ClippedOptimizer:
-    """Return an optimizer inside another one."""
+    """Return an optimizer with a rule around an inner one."""
     return ClippedOptimizer(inner, rule)
 
 
@@ -386,7 +381,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @on_tensorflow
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    """Wrong use is an error that names the fix."""
+    """An invalid use raises an error with the remedy."""
     use, error, fix = REFUSED[name]
     with pytest.raises(error, match=fix):
         use()
@@ -394,9 +389,7 @@ def test_refused(name: str) -> None:
 
 @on_tensorflow
 def test_mixed_precision() -> None:
-    """In float16 ``compile`` puts Keras' loss scale around,
-    behind which the numbers for the logs are found.
-    """
+    """In float16 ``compile`` adds Keras' loss scale, and logs still find the scalars behind it."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         made = compiled(ClippedOptimizer(sgd(), BY_NORM), run_eagerly=True)
@@ -412,7 +405,7 @@ def test_mixed_precision() -> None:
 
 @on_tensorflow
 def test_steps_of_ones_own() -> None:
-    """A loop in a `tf.function` is clipped, and shows the numbers of each step."""
+    """A custom loop in a `tf.function` is clipped, and has the scalars of each step."""
     rule = uc.by_norm(0.3, nonfinite="skip")
     hand, steps = by_hand(rule)
     made = Net()
@@ -435,13 +428,13 @@ def test_steps_of_ones_own() -> None:
 
 
 @on_tensorflow
-# which is what is tested
+# The test is about such gradients.
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 @pytest.mark.parametrize("compiling", [False, True])
 def test_some_variables(compiling: bool) -> None:
-    """An absent gradient is left out of the norm, and its variable stays.
+    """An absent gradient is no part of the norm, and its variable stays.
 
-    Variables can be left out altogether.
+    Variables can also be excluded.
     """
     made = Net()
     optimizer = ClippedOptimizer(SGD(1.0), uc.by_global_norm(1.0))
@@ -467,7 +460,7 @@ def test_some_variables(compiling: bool) -> None:
 
 @on_tensorflow
 def test_paths_and_frozen_layers() -> None:
-    """A rule sees the paths of the variables that are trained, and no others."""
+    """A rule gets the paths of the trained variables only."""
     seen = set()
 
     def where(path: Any, leaf: Any) -> bool:
@@ -495,7 +488,7 @@ def test_paths_and_frozen_layers() -> None:
 @on_tensorflow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_numbers_in_narrow_dtypes(dtype: str) -> None:
-    """A weight without dimensions, of a narrow dtype, is trained, step by step in Python too."""
+    """A 0-d weight of a low-precision dtype is trained, also in steps run by Python."""
     gain = keras.Variable(1.0, dtype=dtype)
     optimizer = ClippedOptimizer(
         SGD(0.125), uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=1), uc.by_norm(0.5))
@@ -507,9 +500,7 @@ def test_numbers_in_narrow_dtypes(dtype: str) -> None:
 
 @on_tensorflow
 def test_debugger() -> None:
-    """Where TensorFlow stops at NaN and ∞, no step of a rule makes them,
-    and the log holds neither.
-    """
+    """With TensorFlow's NaN checks on, no step and no log of a rule contains NaN or ∞."""
     rule = uc.chain(uc.agc(0.01), uc.adagc(warmup=2), uc.zclip(warmup=2))
     made = compiled(ClippedOptimizer(Adam(), rule), run_eagerly=True)
     tf.debugging.enable_check_numerics()
@@ -521,10 +512,10 @@ def test_debugger() -> None:
 
 
 @on_tensorflow
-# which is what is tested
+# The test is about such gradients.
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 def test_gradients_that_are_absent_in_some_steps() -> None:
-    """They leave variables and their memory as they were, as in ``rule.update`` with `None`."""
+    """Absent gradients leave variables and state unchanged, as in ``rule.update`` with `None`."""
     rule, made = uc.chain(uc.adagc(warmup=1), uc.spam()), Net()
     optimizer = ClippedOptimizer(SGD(1.0), rule)
     optimizer.build(made.trainable_variables)
@@ -546,16 +537,16 @@ def test_gradients_that_are_absent_in_some_steps() -> None:
 
 
 WINDOWS: dict[int, tuple[dict[str, Any], list[int]]] = {3: ({}, [3, 6, 8])}
-"""How steps run, and where windows end."""
+"""For each way of running the steps, the ends of the windows of a record."""
 if BACKEND == "tensorflow":
     WINDOWS = {1: ({"run_eagerly": True}, [*range(1, 9)]), 3: ({"steps_per_execution": 2}, [4, 8])}
 
 
 @pytest.mark.parametrize("every", WINDOWS)
 def test_a_record_of_windows(every: int, tmp_path: Path) -> None:
-    """It has a row for each window, and what was logged of its steps, skipped ones too.
+    """A record has a row for each window, with the logs of its steps, skipped ones included.
 
-    Logs are those of the epoch.
+    Logs of an epoch cover all of it.
     """
     rule = uc.chain(uc.by_global_norm(3.0, nonfinite="skip"), uc.autoclip(50, window=4))
     way, ends = WINDOWS[every]
@@ -575,7 +566,7 @@ def test_a_record_of_windows(every: int, tmp_path: Path) -> None:
 
 
 def mean(name: str, steps: list[dict[str, float]]) -> float:
-    """Return the mean of what was logged."""
+    """Return the mean of a logged value."""
     return float(np.mean([step[f"clip/{name}"] for step in steps]))
 
 
@@ -588,9 +579,7 @@ def most(steps: list[dict[str, float]]) -> float:
 @on_tensorflow
 @pytest.mark.parametrize("sparse", [False, True])
 def test_replicas(sparse: bool) -> None:
-    """Two replicas clip the sum of their gradients, once:
-    weights and moments are those by hand, in both.
-    """
+    """Two replicas clip the sum of their gradients once, and follow the training by hand."""
     rule = uc.chain(uc.by_global_norm(0.9), uc.adagc(warmup=2))
     with mirrored().scope():
         made = compiled(ClippedOptimizer(sgd(), rule))
@@ -606,7 +595,7 @@ def test_replicas(sparse: bool) -> None:
     "options", [{"gradient_accumulation_steps": 2}, {}], ids=["accumulated", "skipped"]
 )
 def test_what_replicas_refuse(options: dict[str, Any]) -> None:
-    """They can neither add gradients up nor leave a step out together."""
+    """Replicas refuse options under which they cannot sum gradients or skip steps together."""
     rule = uc.by_global_norm(0.9) if options else uc.by_global_norm(0.9, nonfinite="skip")
     with mirrored().scope():
         made = compiled(ClippedOptimizer(sgd(), rule, **options))
@@ -615,13 +604,13 @@ def test_what_replicas_refuse(options: dict[str, Any]) -> None:
 
 
 class Stepping:
-    """Keras' own training function, a batch at a time."""
+    """Keras' own training function, called for one batch at a time."""
 
     recorded = "keras"
     takes = frozenset(
         {"scalars", "save", "memory", "micro"} | ({"bits"} if BACKEND != "jax" else set())
     )
-    """In JAX the whole step is one program, in which XLA rounds otherwise."""
+    """In JAX the step is one program, which XLA may round differently."""
     optimizer = "momentum"
     left_out = frozenset[str]()
     own_clipping: ClassVar[dict[str, Any]] = {
@@ -655,15 +644,15 @@ class Stepping:
         }
 
     def inner(self) -> list[np.ndarray]:
-        """Return the variables of the optimizer inside."""
+        """Return the variables of the inner optimizer."""
         return values(self.clipped.inner.variables)
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers of the last step."""
+        """Return the scalars of the last step."""
         return {name: float(value) for name, value in self.clipped.scalars().items()}
 
     def save(self, folder: Path) -> None:
-        """Save the weights, those of the optimizer too."""
+        """Save the weights, including those of the optimizer."""
         self.net.save_weights(folder / "half.weights.h5")
 
     def load(self, folder: Path) -> None:
@@ -672,11 +661,11 @@ class Stepping:
         self.net.load_weights(folder / "half.weights.h5")
 
     def remembered(self) -> dict[str, Any]:
-        """Return the memory, with names without that of the model."""
+        """Return the state, without the model in its names."""
         return renamed(self.clipped.rule_state_dict(), lambda name: name.replace("net/", ""))
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give a memory to the optimizer, which needs variables for it."""
+        """Load a state into the optimizer, which must have variables."""
         self.net.optimizer.build(self.net.trainable_variables)
         self.net.optimizer.load_rule_state_dict(
             renamed(saved, lambda name: name.replace("['", "['net/"))
@@ -684,7 +673,7 @@ class Stepping:
 
 
 class Eager(Stepping):
-    """The same, line by line."""
+    """Keras' training function, run eagerly."""
 
     options: ClassVar[dict[str, Any]] = {"run_eagerly": True}
 
@@ -693,7 +682,7 @@ class Unchanged(SGD):
     """An optimizer that requires sparse gradients."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Look whether one is there."""
+        """Require a sparse gradient."""
         assert any(isinstance(grad, tf.IndexedSlices) for grad in grads), (
             "a sparse gradient has become another one"
         )
@@ -701,20 +690,20 @@ class Unchanged(SGD):
 
 
 class Sparse(Eager):
-    """With a table whose gradient TensorFlow keeps sparse, rows that occur twice included."""
+    """A table whose gradient TensorFlow keeps sparse, with duplicate rows."""
 
     takes = frozenset({"scalars"})
     own_clipping: ClassVar[dict[str, Any]] = {}
     kind = Unchanged
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Let it be sparse."""
+        """Keep the gradient of the table sparse."""
         super().start(uc, rule, **options)
         self.net.sparse = True
 
 
 class Scaled(Eager):
-    """With Keras' loss scale around."""
+    """An optimizer inside Keras' loss scale."""
 
     takes = frozenset({"scalars", "memory", "scale"})
     own_clipping: ClassVar[dict[str, Any]] = {}
@@ -727,12 +716,12 @@ class Scaled(Eager):
 
 
 KINDS = {"torch": None, "jax": ("agc", "adagc", "skip"), "tensorflow": ("adagc", "skip")}[BACKEND]
-"""The kinds of rules: few for steps that are compiled, which takes long."""
+"""The kinds of rules: few for compiled steps, which take long."""
 
 
 @pytest.mark.parametrize("check", contract(Stepping, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
-    """Steps as Keras takes them on its backend keep the contract of all adapters."""
+    """Steps on the backend of this run keep the contract of all integrations."""
     check(Stepping, uc, tmp_path)
 
 
@@ -741,15 +730,13 @@ def test_contract(check: Any, tmp_path: Path) -> None:
     ("make", "check"), variants({Eager: None, Sparse: ("by_value", "skip"), Scaled: ()})
 )
 def test_eagerly(make: Any, check: Any, tmp_path: Path) -> None:
-    """So do eager ones, with sparse gradients, which are clipped as what they stand for,
-    and with a loss scale.
-    """
+    """Eager steps keep the contract, with sparse gradients and with a loss scale, too."""
     check(make, uc, tmp_path)
 
 
 @on_tensorflow
 def test_only_sound_checkpoints(tmp_path: Path) -> None:
-    """The recipe of the page saves no epoch in which a step was skipped."""
+    """The recipe of the page saves no epoch with a skipped step."""
     keep = run_story("skip-a-step.md", "sound-keras")["KeepSound"]
     made = compiled(ClippedOptimizer(sgd(), uc.by_norm(0.3, nonfinite="skip")))
     for name, of in {"sound": FINITE, "broken": BATCHES}.items():

@@ -1,6 +1,4 @@
-"""The callback for Lightning's Trainer: what is Lightning's own,
-beside the contract of all adapters.
-"""
+"""The callback for Lightning's Trainer: what is special to Lightning, besides the contract."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ from uniclip.integrations.lightning import ClipGradients
 from uniclip.integrations.torch import attach
 
 pytestmark = [
-    # Lightning's own code asks torch.utils._pytree for a class that is to go.
+    # Lightning's code uses a deprecated class of torch.utils._pytree.
     pytest.mark.filterwarnings(
         "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"
     ),
-    # On one small machine its advice about data loaders, logging and checkpoints does not apply.
+    # Advice about data loaders, logging and checkpoints does not matter for tests.
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings(
         "ignore:The number of training batches .* is smaller than the logging interval"
@@ -49,9 +47,7 @@ BATCHES = [batch for batch in batches() if np.isfinite(batch.targets).all()]
 
 
 class Module(LightningModule):
-    """The small model under automatic optimization,
-    which looks at the gradients before each step.
-    """
+    """The small model under automatic optimization, which checks the gradients before each step."""
 
     def __init__(self, make: Callable[[Any], Any] = sgd) -> None:
         super().__init__()
@@ -59,29 +55,29 @@ class Module(LightningModule):
         self.norms: list[list[float]] = [[], []]
 
     def training_step(self, batch: Any, _: int) -> Any:
-        """Return the loss; a loss scale is what is tested, and no narrow dtype."""
+        """Return the loss; the test is about the loss scale, not about low precision."""
         with torch.autocast("cpu", enabled=False):
             return self.net(**batch)["loss"]
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizer, or several."""
+        """Return the optimizer, or several."""
         return self.make(self.net)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Look, after all callbacks did."""
+        """Check the gradients after all callbacks."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.norms[self.trainer.optimizers.index(optimizer)].append(float(uc.global_norm(grads)))
 
 
 class Logged(DummyLogger):
-    """A logger that keeps what it gets."""
+    """A logger that stores its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[dict[str, float]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Keep it."""
+        """Store the metrics."""
         self.rows.append(
             {name: value for name, value in metrics.items() if name.startswith("clip/")}
         )
@@ -113,7 +109,7 @@ def fit(
 
 
 class Fitting(Looping):
-    """A fit that goes from batch to batch."""
+    """A fit that is controlled batch by batch."""
 
     recorded = "lightning"
     prefix = "net."
@@ -123,7 +119,7 @@ class Fitting(Looping):
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
     ) -> None:
-        """Make the trainer, which begins with the first batch or a checkpoint."""
+        """Create the trainer, which starts with the first batch or from a checkpoint."""
         self.micro, self.module, self.logger = micro, Module(), Logged()
         self.net = self.module.net
         self.callback = None if rule is None else ClipGradients(rule, record=record)
@@ -147,11 +143,11 @@ class Fitting(Looping):
 
     @property
     def inside(self) -> Any:
-        """The only optimizer; before the fit there is none."""
+        """The only optimizer, which does not exist before the fit."""
         return next(iter(self.trainer.optimizers), SimpleNamespace(state={}))
 
     def scalars(self) -> dict[str, float]:
-        """Return what the logger got; the means of an epoch are there at its end."""
+        """Return the scalars in the logger; the means of an epoch appear at its end."""
         found = super().scalars()
         return found | next((row for row in reversed(self.logger.rows) if row), {})
 
@@ -160,22 +156,22 @@ class Fitting(Looping):
         self.trainer.save_checkpoint(folder / "some.ckpt")
 
     def load(self, folder: Path) -> None:
-        """Begin from it."""
+        """Start from the checkpoint."""
         self.begin(folder / "some.ckpt")
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Begin, so that there is a handle, and give it a memory."""
+        """Start the fit, so that there is a handle, and load a state."""
         self.begin()
         super().recall(saved)
 
 
 class Scaled(Fitting):
-    """With a loss scale, which Lightning makes on accelerators only."""
+    """A fit with a loss scale, which Lightning uses on accelerators only."""
 
     takes = frozenset({"scalars", "memory", "scale"})
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Make the plugin, too."""
+        """Create the plugin, too."""
         self.plugins = MixedPrecision(
             "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0)
         )
@@ -185,21 +181,19 @@ class Scaled(Fitting):
 
 @pytest.fixture(autouse=True)
 def _end() -> Iterator[None]:
-    """End the fits that a check leaves."""
+    """End the fits that a check leaves running."""
     yield
     Fitting.end_all()
 
 
 @pytest.mark.parametrize(("make", "check"), variants({Fitting: None, Scaled: ()}))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
-    """The callback keeps the contract of all adapters."""
+    """The callback keeps the contract of all integrations."""
     check(make, uc, tmp_path)
 
 
 def test_logs_of_an_epoch() -> None:
-    """At the end of an epoch loggers get the means over its steps, and the largest norm,
-    of this epoch alone.
-    """
+    """At the end of an epoch, loggers get the means and the largest norm of this epoch."""
     rule, logger = uc.zclip(z=1.0, warmup=2), Logged()
     fit(
         Module(),
@@ -224,9 +218,7 @@ def test_logs_of_an_epoch() -> None:
 
 
 class Manual(Module):
-    """Two optimizers, for the bias and the rest,
-    of which the second steps at every other batch, with losses.
-    """
+    """Two optimizers, of which the second steps at every other batch, with losses."""
 
     def __init__(self, clipping: ClipGradients | None) -> None:
         super().__init__(
@@ -236,7 +228,7 @@ class Manual(Module):
         self.clipping = clipping
 
     def training_step(self, batch: Any, number: int) -> None:
-        """Step by hand."""
+        """Step manually."""
         self.manual_backward(self.net(**batch)["loss"])
         self.clipping.handles[0].loss = torch.tensor(1e4 if number == 4 else 0.1)
         for optimizer in self.optimizers()[: 1 + number % 2]:
@@ -245,9 +237,9 @@ class Manual(Module):
 
 
 def test_manual_optimization() -> None:
-    """Each optimizer has a memory, and a name in the logs.
+    """Each optimizer has its own state, and its own name in the logs.
 
-    A list gives each a rule or none; losses are handed over.
+    A list assigns a rule, or none, to each; losses are passed on.
     """
     rule = uc.autoclip(50, window=4)
     module = Manual(ClipGradients(rule))
@@ -273,12 +265,12 @@ def test_manual_optimization() -> None:
         fit(Manual(None), BATCHES[:1], ClipGradients(rule, record=insight.Recorder("never.jsonl")))
 
 
-# The rest saves no checkpoints.
+# Checkpoints of the rest are not saved.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_checkpoints(tmp_path: Path) -> None:
-    """A run goes on to the bit from any checkpoint, with its record.
+    """A run continues bit for bit from any checkpoint, with its record.
 
-    A state that is not its own is refused.
+    The state of another run is refused.
     """
     rule = uc.chain(uc.autoclip(50, window=8), uc.adagc(warmup=2))
 
@@ -311,9 +303,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_where_a_warning_points() -> None:
-    """Twenty skipped steps are said at the line that begins the fit,
-    not at one of Lightning's or PyTorch's.
-    """
+    """The warning about twenty skipped steps points at the line that starts the fit."""
     callback = ClipGradients(uc.by_global_norm(1e-9, skip_above=1e-9))
     with pytest.warns(UserWarning, match="20 steps in a row") as seen:
         fit(Module(), BATCHES[:5], callback, max_epochs=4)
@@ -321,17 +311,20 @@ def test_where_a_warning_points() -> None:
 
 
 def test_fit_again() -> None:
-    """One callback serves one fit after the other, after an error too; so do copies and pickles,
-    without the model.
+    """One callback serves several fits, also after an error.
+
+    Its copies and pickles work, and contain no model.
     """
     rule = uc.autoclip(50, window=4)
     callback, module = ClipGradients(rule), Module()
     optimizer = sgd(module.net)
-    module.make = lambda _: optimizer  # nothing that can be pickled
+    # An optimizer like this cannot be pickled.
+    module.make = lambda _: optimizer
     broken = Batch(BATCHES[0].ids, BATCHES[0].targets[:3])
     with pytest.raises(RuntimeError):
         fit(module, [*BATCHES[:2], broken], callback)
-    with pytest.warns(UserWarning, match="no state of"):  # the handle that has learned is gone
+    # The adapted handle no longer exists.
+    with pytest.warns(UserWarning, match="no state of"):
         fit(module, BATCHES[:3], callback)
     for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback)), callback):
         fit(Module(), BATCHES[:4], other)
@@ -346,18 +339,19 @@ def test_fit_again() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*may leave out what")
 def test_several_optimizers_as_one(rule: Any) -> None:
-    """They have one norm, and a step that is skipped is taken by none of them."""
+    """Optimizers stepped as one share a norm, and skip a step together."""
     module = Module(partial(joint, kind=Combined))
     logged = fit(module, batches(), ClipGradients(rule)).callback_metrics
     hand, steps = by_hand(rule, batches())
-    if rule.nonfinite == "skip":  # else NaN is in all of them
+    # Otherwise NaN reaches all of them.
+    if rule.nonfinite == "skip":
         near(module.net.arrays(), hand.weights)
         assert logged["clip/skipped"] == pytest.approx(1 / len(steps))
     assert logged["clip/norm"] == pytest.approx(steps[-1]["clip/norm"], rel=1e-4, nan_ok=True)
 
 
 def test_parameters_outside_of_the_module() -> None:
-    """An optimizer of parameters that the module does not name is clipped by their numbers."""
+    """Parameters that the module does not name are clipped, and identified by index."""
     module, callback, outside = (
         Module(),
         ClipGradients(uc.adagc()),
@@ -369,9 +363,9 @@ def test_parameters_outside_of_the_module() -> None:
 
 
 def test_refused() -> None:
-    """What is no rule is refused at once.
+    """A value that is no rule is refused at once.
 
-    When a fit begins, a second clipping, and a strategy that hides gradients.
+    A second clipping, and a strategy that hides gradients, are refused when a fit begins.
     """
     for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), [1.0], uc.Rule):
         with pytest.raises(TypeError, match="rule"):
@@ -385,10 +379,12 @@ def test_refused() -> None:
         ClipGradients(uc.by_norm(1.0)).on_fit_start(hiding, None)
 
 
-@pytest.mark.filterwarnings("ignore:.*barebones")  # what it switches off it says
+# Barebones warns about what it disables.
+@pytest.mark.filterwarnings("ignore:.*barebones")
 def test_ways_to_run() -> None:
-    """Under autocast, in a bare run, and in the other package's trainer, a step is clipped:
-    others see it unclipped.
+    """A step is clipped under autocast, in a bare run, and by the other package's trainer.
+
+    Other callbacks see the unclipped gradients.
     """
 
     class Other(pytorch_lightning.LightningModule):
@@ -414,7 +410,7 @@ def test_ways_to_run() -> None:
 
 
 def test_only_sound_checkpoints(tmp_path: Path) -> None:
-    """The recipe of the page keeps no checkpoint of an epoch in which a step was skipped."""
+    """The recipe of the page saves no checkpoint of an epoch with a skipped step."""
 
     class InTurn:
         def __iter__(self) -> Iterator[Any]:

@@ -1,6 +1,4 @@
-"""Rules as gradient transformations of optax, in its wrappers,
-and in the loops of Flax and Equinox.
-"""
+"""Rules as gradient transformations of optax, in its wrappers, and in loops of Flax and Equinox."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 @pytest.fixture(scope="module")
 def quickly_compiled() -> Iterator[None]:
-    """Have XLA leave out most optimizations: the rules themselves are tested with all of them."""
+    """Disable most optimizations of XLA: other tests compile the rules with all of them."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -47,7 +45,7 @@ def loss_of(model: Any, batch: Batch) -> Any:
 
 
 class Optax(Adapter):
-    """A rule around an optimizer, in a step under jit that gives its buffers away."""
+    """A rule around an optimizer, in a step under jit with donated buffers."""
 
     recorded = "optax"
     takes = frozenset({"loss", "scalars", "save", "memory", "micro"})
@@ -55,7 +53,7 @@ class Optax(Adapter):
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
     ) -> None:
-        """Begin with the first weights."""
+        """Start from the first weights."""
         self.rule, self.micro = rule, micro
         self.model = {name: jnp.asarray(array) for name, array in weights().items()}
         inner = optax.sgd(RATE, MOMENTUM)
@@ -67,11 +65,11 @@ class Optax(Adapter):
         self.begin()
 
     def clipped(self, rule: Any, inner: Any) -> Any:
-        """Put the rule and the optimizer together."""
+        """Return the combination of rule and optimizer."""
         return to_optax(rule, inner)
 
     def begin(self) -> None:
-        """Make the state, and the step."""
+        """Create the state and the step."""
         self.state = jax.jit(self.transformation.init)(self.model)
         update = optax.with_extra_args_support(self.transformation).update
 
@@ -86,7 +84,7 @@ class Optax(Adapter):
         """Train on a batch."""
         for part in parts(batch, self.micro):
             self.model, self.state = self.once(self.model, self.state, part)
-        # so a state keeps its dtypes and shapes, as a scan demands
+        # One compilation: the state keeps its dtypes and shapes, as a scan requires.
         assert self.once._cache_size() == 1
 
     def weights(self) -> Arrays:
@@ -102,44 +100,45 @@ class Optax(Adapter):
         return {name: float(value) for name, value in scalars(self.state).items()}
 
     def save(self, folder: Path) -> None:
-        """Write all by Flax."""
+        """Save everything with Flax."""
         (folder / "all.msgpack").write_bytes(serialization.to_bytes((self.model, self.state)))
 
     def load(self, folder: Path) -> None:
-        """Read all by Flax."""
+        """Load everything with Flax."""
         read = serialization.from_bytes(
             (self.model, self.state), (folder / "all.msgpack").read_bytes()
         )
         self.model, self.state = jax.tree.map(jnp.asarray, read)
 
     def remembered(self) -> dict[str, Any]:
-        """Return the memory in the state."""
+        """Return the state of the rule."""
         return to_dict(self.rule, self.state, self.model)
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Put a memory into the state."""
+        """Replace the state of the rule."""
         self.state = from_dict(self.rule, saved, self.state, self.model)
 
 
 class Chained(Optax):
-    """A rule before an optimizer, which moves by its momentum in a step that is skipped;
-    its memory in JSON.
+    """A rule before an optimizer, which still applies momentum in a skipped step.
+
+    The state of the rule is saved as JSON.
     """
 
     takes = frozenset({"loss", "scalars", "save", "refuse"})
     left_out = frozenset({"skip", "skip_spikes"})
 
     def clipped(self, rule: Any, inner: Any) -> Any:
-        """Put the rule and the optimizer together."""
+        """Return the chain of rule and optimizer."""
         return optax.chain(to_optax(rule), inner)
 
     def save(self, folder: Path) -> None:
-        """Write the memory of the rule beside the rest."""
+        """Save the state of the rule in a file of its own."""
         (folder / "rule.json").write_text(json.dumps(self.remembered()))
         (folder / "rest.msgpack").write_bytes(serialization.to_bytes((self.model, self.state[1])))
 
     def load(self, folder: Path) -> None:
-        """Read both."""
+        """Load both files."""
         self.recall(json.loads((folder / "rule.json").read_text()))
         read = serialization.from_bytes(
             (self.model, self.state[1]), (folder / "rest.msgpack").read_bytes()
@@ -164,7 +163,7 @@ class InNNX(Optax):
     takes = frozenset({"loss", "scalars"})
 
     def begin(self) -> None:
-        """Make the module, its optimizer, and the step."""
+        """Create the module, its optimizer, and the step."""
         self.module = Leaf(self.model)
         self.wrapped = nnx.Optimizer(self.module, self.transformation, wrt=nnx.Param)
         self.state = self.wrapped.opt_state
@@ -184,7 +183,7 @@ class InNNX(Optax):
 
 
 class Model(eqx.Module):
-    """A module of Equinox, in which what is no parameter has no gradient."""
+    """A module of Equinox; only its arrays have gradients."""
 
     arrays: dict[str, Any]
     name: str = "model"
@@ -194,12 +193,12 @@ class Model(eqx.Module):
 
 
 class InEquinox(Optax):
-    """Equinox, whose gradients are modules with ``None`` in the place of what is no array."""
+    """Equinox, whose gradients are modules with ``None`` in place of non-arrays."""
 
     takes = frozenset({"loss", "scalars"})
 
     def begin(self) -> None:
-        """Make the module, its state, and the step."""
+        """Create the module, its state, and the step."""
         self.module = Model(self.model)
         self.state = self.transformation.init(eqx.filter(self.module, eqx.is_array))
 
@@ -229,7 +228,7 @@ VARIANTS: dict[type[Optax], tuple[str, ...] | None] = {
 
 @pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
-    """A transformation keeps the contract of all adapters, in whichever loop."""
+    """A transformation keeps the contract of all integrations in each loop."""
     check(make, uc, tmp_path)
 
 
@@ -244,13 +243,13 @@ def times(size: Any, tree: Any) -> Any:
 
 
 def equal(one: Any, other: Any, rtol: float = 1e-6) -> None:
-    """Require two trees to be equal but for rounding."""
+    """Require two trees to be equal up to rounding."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), one, other)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_dtypes(dtype: str) -> None:
-    """Updates keep the dtype of the gradients; what is logged is float32."""
+    """Updates keep the dtype of the gradients, and scalars are float32."""
     grads = jax.tree.map(lambda g: g.astype(dtype), LARGE)
     optimizer = to_optax(uc.autoclip(nonfinite="skip"))
     state = optimizer.init(grads)
@@ -266,7 +265,7 @@ def first_key(path: Any, leaf: Any) -> Any:
 
 
 def only_w(path: Any, leaf: Any) -> bool:
-    """Whether a leaf belongs to ``w``."""
+    """Return whether a leaf belongs to ``w``."""
     return path[0] == "w"
 
 
@@ -299,7 +298,7 @@ ALONG_AXES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [*MAPPED, *ALONG_AXES])
 def test_copies_of_the_parameters(name: str) -> None:
-    """Only the optimizer inside has any in its state, so sharding specs come out right."""
+    """Only the inner optimizer's state has copies of the parameters, so sharding specs work."""
     rule = MAPPED.get(name) or ALONG_AXES[name]
     optimizer = optax.MultiSteps(to_optax(rule, optax.trace(0.9)), 2)
     _, state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)
@@ -309,7 +308,7 @@ def test_copies_of_the_parameters(name: str) -> None:
     clip = optax.tree.get(told, "ClipState")
     assert set(jax.tree.leaves((clip.memory, clip.clip))) == {"other"}
     assert jax.tree.leaves(clip.inner) == ["copy", "copy"]
-    # How many arrays a memory along axes has depends on the parameters: it is told of as a whole.
+    # The number of arrays in a state along axes depends on the parameters, so it has one spec.
     whole = jax.tree.broadcast(told, state) if name in ALONG_AXES else told
     assert jax.tree.structure(whole) == jax.tree.structure(state)
 
@@ -322,7 +321,7 @@ def test_copies_of_the_parameters(name: str) -> None:
 
 
 def test_limits_that_optax_injects() -> None:
-    """They change by a schedule without compiling again."""
+    """Injected limits change by a schedule without recompilation."""
     make = optax.inject_hyperparams(lambda max_norm: to_optax(uc.by_global_norm(max_norm)))
     scheduled = make(max_norm=lambda step: 2.0 + step)
     update, state = jax.jit(scheduled.update), scheduled.init(PARAMS)
@@ -336,9 +335,9 @@ def test_limits_that_optax_injects() -> None:
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_what_is_not_clipped(jitted: bool) -> None:
-    """It has the bits of the optimizer without uniclip.
+    """Unclipped updates have the bits of the optimizer without uniclip.
 
-    A whole step XLA may round otherwise beside any clip.
+    A whole step may be rounded differently by XLA next to any clip.
     """
     inner = optax.sgd(RATE)
     clipped = to_optax(uc.by_global_norm(1e9), inner)
@@ -350,7 +349,7 @@ def test_what_is_not_clipped(jitted: bool) -> None:
 
 
 def test_parts_of_a_tree() -> None:
-    """Under ``optax.partition`` each part has a norm, and one without parameters 0."""
+    """Under ``optax.partition`` each part has a norm; that of an empty part is 0."""
     parts = {
         "w": to_optax(uc.by_global_norm(1.0)),
         "b": to_optax(uc.by_norm(2.0, nonfinite="skip")),
@@ -381,9 +380,7 @@ PARTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_module(name: str) -> None:
-    """In the optimizer of NNX, which gives variables,
-    only the chosen ones are measured and clipped.
-    """
+    """NNX's optimizer passes variables, of which only the chosen ones are measured and clipped."""
 
     class Layer(nnx.Module):
         def __init__(self) -> None:
@@ -432,9 +429,7 @@ IN_CONDITIONAL: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", IN_CONDITIONAL)
 def test_in_a_conditional(name: str) -> None:
-    """Called outside of jit, optax traces the branches,
-    in which gradients that are known are constants.
-    """
+    """Outside of jit, optax traces branches, in which known gradients are constants."""
     wrapper, rule = IN_CONDITIONAL[name]
     optimizer, alone = wrapper(to_optax(rule)), to_optax(rule)
     state, other = optimizer.init(PARAMS), alone.init(PARAMS)
@@ -446,7 +441,7 @@ def test_in_a_conditional(name: str) -> None:
 
 
 def test_apply_if_finite() -> None:
-    """Optax's own way to leave out steps that are not finite keeps the state of the rule, too."""
+    """Optax's ``apply_if_finite`` also keeps the state of the rule."""
     optimizer = optax.apply_if_finite(optax.chain(to_optax(uc.autoclip()), optax.adam(0.1)), 3)
     update, state = jax.jit(optimizer.update), optimizer.init(PARAMS)
     _, before = update(LARGE, state, PARAMS)
@@ -455,7 +450,7 @@ def test_apply_if_finite() -> None:
 
 
 def test_many_models_at_once() -> None:
-    """Under vmap each of several models has norms and a state of its own."""
+    """Under vmap each model has its own norms and state."""
     optimizer = to_optax(uc.autoclip(50, window=4, nonfinite="skip"), optax.trace(0.9))
     sizes, first = jnp.asarray([1.0, 2.0, jnp.nan]), optimizer.init(PARAMS)
     update = lambda size: optimizer.update(
@@ -467,7 +462,7 @@ def test_many_models_at_once() -> None:
 
 
 def test_scalars_of_several_and_of_none() -> None:
-    """Those of several are numbered.
+    """The scalars of several rules are numbered.
 
     A rule without norms has none, and an optimizer without a rule is an error.
     """
@@ -490,8 +485,9 @@ def test_scalars_of_several_and_of_none() -> None:
 
 
 def test_a_skipped_step_keeps_the_inner_state() -> None:
-    """The updates are zeros, and the next ones those without it: of counts, schedules,
-    random keys and the loss.
+    """A skipped step has zero updates, and keeps the inner state.
+
+    Later updates equal those without it: counts, schedules, random keys and the loss.
     """
     schedule, noise = (
         optax.scale_by_schedule(lambda n: -n),
@@ -513,7 +509,7 @@ def test_a_skipped_step_keeps_the_inner_state() -> None:
 
 @pytest.mark.parametrize("grads", [{}, {"w": None}], ids=["no leaves", "no gradient"])
 def test_a_tree_without_gradients(grads: Any) -> None:
-    """A part that is empty, as masks and partitions may leave, changes nothing and is no error."""
+    """An empty part, as masks and partitions may leave, changes nothing and is no error."""
     optimizer = to_optax(
         uc.chain(uc.by_value(-1.0, 1.0), uc.autoclip(), uc.skip_spikes()), optax.adam(0.1)
     )
@@ -534,7 +530,7 @@ REMEMBERING: dict[str, Any] = {
 @pytest.mark.parametrize("name", REMEMBERING)
 @pytest.mark.parametrize("compiling", [False, True])
 def test_gradients_that_are_absent_in_some_steps(name: str, compiling: bool) -> None:
-    """They leave their rows of the memory as they were, as in ``rule.update``."""
+    """Absent gradients leave their rows of the state unchanged, as in ``rule.update``."""
     rule, optimizer = REMEMBERING[name], to_optax(REMEMBERING[name])
     update = jax.jit(optimizer.update) if compiling else optimizer.update
     state, memory = optimizer.init(PARAMS), rule.init(PARAMS)
@@ -547,7 +543,7 @@ def test_gradients_that_are_absent_in_some_steps(name: str, compiling: bool) -> 
 
 
 def injected(rule: Any) -> Any:
-    """Return an optimizer with a hyperparameter that is called as a field of `ClipState`."""
+    """Return an optimizer with a hyperparameter named like a field of `ClipState`."""
     make = optax.inject_hyperparams(lambda clip: optax.chain(to_optax(rule), optax.sgd(clip)))
     return make(clip=optax.constant_schedule(0.1))
 
@@ -571,9 +567,7 @@ WRAPPED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_states_inside_of_wrappers(name: str) -> None:
-    """Scalars and memory are found wherever optax puts them,
-    and a memory put back leaves the rest as it was.
-    """
+    """Scalars and states are found in any wrapper of optax; replacing a state changes no other."""
     rule, params = uc.norm_growth(), {"b": PARAMS["b"], "w": PARAMS["w"]}
     optimizer = WRAPPED[name](rule)
     first = optimizer.init(params)
@@ -587,9 +581,7 @@ def test_states_inside_of_wrappers(name: str) -> None:
 
 
 def test_counts_of_other_transformations() -> None:
-    """Beside a rule, optax finds one ``count``, and setting it restarts the schedule,
-    not the warm-up of the rule.
-    """
+    """Setting the only ``count`` restarts the schedule, and not the warmup of the rule."""
     params = {"w": jnp.zeros(2)}
     schedule = optax.scale_by_schedule(lambda step: -0.1)
     for rule in (
@@ -617,9 +609,7 @@ def test_counts_of_other_transformations() -> None:
 
 
 def test_names_of_fields() -> None:
-    """No state of a rule, nor a field of one, is called as one of optax or Flax,
-    which look fields up by name.
-    """
+    """No state of a rule, or field of one, has a name that optax or Flax look up."""
     theirs = {field.name for field in dataclasses.fields(TrainState)}
     for kind in tuple.__subclasses__():
         if kind.__module__.startswith(("optax.", "flax.")):
@@ -640,9 +630,7 @@ def test_names_of_fields() -> None:
 
 
 def test_memory_of_other_leaves() -> None:
-    """What `to_dict` returned is put in order by the names of leaves,
-    and refused for other leaves or another rule.
-    """
+    """A state from `to_dict` is ordered by names, and refused for other leaves or another rule."""
     rule, optimizer = uc.adagc(), to_optax(uc.adagc())
     state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)[1]
     saved = to_dict(rule, state, PARAMS)
@@ -678,16 +666,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
-    """What is no rule, or no transformation, is refused."""
+    """A value that is no rule, or no transformation, is refused."""
     call, error, token = WRONG[name]
     with pytest.raises(error, match=token):
         call()
 
 
 def test_wrong_steps() -> None:
-    """Missing parameters, another state and values that nobody can read in a trace are refused,
-    and named.
-    """
+    """Missing parameters, another state, and unreadable values in a trace are refused by name."""
     relative = optax.chain(to_optax(uc.agc()), optax.sgd(0.1))
     with pytest.raises(ValueError, match="params="):
         jax.jit(relative.update)(LARGE, relative.init(PARAMS))

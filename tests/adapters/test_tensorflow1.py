@@ -1,4 +1,4 @@
-"""TensorFlow 1 optimizers that clip: in sessions, eagerly and in ``tf.function``."""
+"""TensorFlow 1 optimizers that clip: in sessions, eagerly, and in ``tf.function``."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class InSession(Adapter):
         self.seen: dict[str, Any] = {}
 
     def make(self) -> Any:
-        """Return the optimizer inside."""
+        """Return the inner optimizer."""
         return tf1.train.MomentumOptimizer(RATE, MOMENTUM)
 
     def outside(self, optimizer: Any) -> Any:
-        """Return what is around the clipped one."""
+        """Return the wrapper around the clipped optimizer."""
         return optimizer
 
     def shown(self) -> dict[str, Any]:
-        """Return what is fetched for a logger."""
+        """Return the tensors that are fetched for a logger."""
         return {} if self.clipped is None else self.clipped.scalars()
 
     def loss(self, batch: Batch) -> Any:
@@ -64,7 +64,7 @@ class InSession(Adapter):
         return self.loss_of_rows(tf.gather(1.0 * self.model["table"], batch.ids), batch)
 
     def loss_of_rows(self, rows: Any, batch: Batch) -> Any:
-        """Return the loss of a batch by its rows of the table."""
+        """Return the loss of a batch, from the looked-up rows of the table."""
         return tf.reduce_mean((rows @ self.model["w"] + self.model["b"] - batch.targets) ** 2)
 
     def step(self, batch: Batch) -> None:
@@ -78,21 +78,21 @@ class InSession(Adapter):
         return self.session.run(self.model)
 
     def inner(self) -> list[np.ndarray]:
-        """Return the slots, and the count of steps."""
+        """Return the slots, and the step count."""
         slots = (self.plain.get_slot(variable, "momentum") for variable in self.model.values())
         return self.session.run([self.count, *(slot for slot in slots if slot is not None)])
 
     def scalars(self) -> dict[str, float]:
-        """Return what was fetched."""
+        """Return the fetched scalars."""
         return {name: float(value) for name, value in self.seen.items()}
 
     def save(self, folder: Path) -> None:
-        """Write all variables of the graph."""
+        """Save all variables of the graph."""
         with self.graph.as_default():
             self.saver.save(self.session, str(folder / "model"))
 
     def load(self, folder: Path) -> None:
-        """Read them."""
+        """Load all variables of the graph."""
         with self.graph.as_default():
             self.saver.restore(self.session, str(folder / "model"))
 
@@ -101,23 +101,23 @@ class InSession(Adapter):
         return self.clipped.rule_state_dict(self.session)
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give a state to the rule, in a graph to which nothing can be added."""
+        """Load a state in a finalized graph."""
         self.graph.finalize()
         self.clipped.load_rule_state_dict(saved, self.session)
 
 
 class Sparse(InSession):
-    """A table whose gradients have rows, some of which occur twice."""
+    """A table with sparse gradients and duplicate rows."""
 
     takes = frozenset({"loss", "scalars", "rows"})
     optimizer = "sgd"
 
     def make(self) -> Any:
-        """Return plain descent, which adds up such rows."""
+        """Return plain descent, which sums duplicate rows."""
         return tf1.train.GradientDescentOptimizer(RATE)
 
     def loss(self, batch: Batch) -> Any:
-        """Look rows up."""
+        """Return the loss with a lookup."""
         return self.loss_of_rows(tf.nn.embedding_lookup(self.model["table"], batch.ids), batch)
 
 
@@ -132,12 +132,12 @@ class Scaled(InSession):
         return tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(optimizer, scale)
 
     def shown(self) -> dict[str, Any]:
-        """Return nothing: the report is inside of the branch for finite gradients."""
+        """Return nothing: the report is inside the branch for finite gradients."""
         return {}
 
 
 class OldVariables(InSession):
-    """Variables from before resource variables."""
+    """Variables without resources."""
 
     takes = frozenset({"loss", "scalars", "save"})
     resource = False
@@ -163,7 +163,7 @@ class Eager(InSession):
     takes = frozenset({"loss", "scalars", "save", "bits"})
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Make variables."""
+        """Create variables."""
         self.plain = self.make()
         self.clipped = None if rule is None else ClippedOptimizer(self.plain, rule)
         self.model = {name: tf.Variable(array, name=name) for name, array in weights().items()}
@@ -194,7 +194,7 @@ class Eager(InSession):
         return {name: variable.numpy() for name, variable in self.model.items()}
 
     def inner(self) -> list[np.ndarray]:
-        """Return the slots, which are zeros before they are made, and the count of steps."""
+        """Return the slots, or zeros before they exist, and the step count."""
         made = {
             name: self.plain.get_slot(variable, "momentum") for name, variable in self.model.items()
         }
@@ -205,11 +205,11 @@ class Eager(InSession):
         ]
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of objects."""
+        """Write an object-based checkpoint."""
         self.checkpoint.write(str(folder / "model"))
 
     def load(self, folder: Path) -> None:
-        """Read it; what does not exist yet is restored when it is made."""
+        """Read the checkpoint; later objects are restored when they are created."""
         self.checkpoint.read(str(folder / "model"))
 
 
@@ -219,7 +219,7 @@ class InFunction(Eager):
     takes = frozenset({"loss", "scalars"})
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Trace it."""
+        """Return the traced function."""
         return tf.function(function)
 
 
@@ -245,7 +245,7 @@ VARIANTS: dict[type[InSession], tuple[str, ...] | None] = {
 
 @pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
-    """The wrapper keeps the contract of all adapters, however its steps are run."""
+    """The wrapper keeps the contract of all integrations for each way of running."""
     check(make, uc, tmp_path)
 
 
@@ -255,7 +255,7 @@ def descent() -> Any:
 
 
 class Spy(tf1.train.GradientDescentOptimizer):
-    """Descent that keeps what it is given."""
+    """Descent that stores its gradients."""
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         self.given, self.rest = list(grads_and_vars), (args, kwargs)
@@ -263,7 +263,7 @@ class Spy(tf1.train.GradientDescentOptimizer):
 
 
 def test_what_the_inner_optimizer_gets() -> None:
-    """Sparse gradients stay sparse, absent ones keep their place.
+    """The inner optimizer gets sparse gradients as such, and absent ones in their place.
 
     Step, name and collection are those of TensorFlow.
     """
@@ -285,10 +285,10 @@ def test_what_the_inner_optimizer_gets() -> None:
 
 
 def test_clipped_once() -> None:
-    """``compute_gradients`` does not clip; what is changed and applied is clipped once."""
+    """``compute_gradients`` does not clip, so changed gradients are clipped once when applied."""
     with tf.Graph().as_default(), tf1.Session() as session:
         w = tf1.get_variable("w", initializer=[0.0, 0.0])
-        # with which once and twice differ
+        # With this curve, clipping twice differs from once.
         optimizer = ClippedOptimizer(descent(), uc.Rule(1.0, curve=uc.curves.soft))
         pairs = optimizer.compute_gradients(tf.reduce_sum(w * [1.5, 2.0]), [w])
         train = optimizer.apply_gradients([(2 * grad, variable) for grad, variable in pairs])
@@ -306,8 +306,9 @@ def test_the_function_of_old() -> None:
 
 
 def test_names_of_variables() -> None:
-    """They are those of the optimizer inside, and one for each array of the rule's state;
-    slots are handed on.
+    """Variables are those of the inner optimizer, and one for each array of the rule's state.
+
+    Slots are those of the inner optimizer.
     """
     plain, clipped, remembering = (InSession() for _ in range(3))
     for model, rule in (
@@ -335,7 +336,7 @@ def test_names_of_variables() -> None:
 
 @pytest.mark.parametrize("make", [InSession, Eager])
 def test_a_checkpoint_from_before(make: Any, tmp_path: Path) -> None:
-    """What was saved without clipping is gone on from, slots included, and the other way round."""
+    """Checkpoints without clipping load with it, slots included, and the other way round."""
     for rules in ((None, uc.by_global_norm(1e9)), (uc.by_global_norm(1e9), None)):
         models = [make(), make()]
         for model, rule in zip(models, rules, strict=True):
@@ -349,9 +350,7 @@ def test_a_checkpoint_from_before(make: Any, tmp_path: Path) -> None:
 
 
 def estimated(folder: Path, steps: int) -> list[Any]:
-    """Train up to a step as an Estimator did, in a session that goes on from what is in
-    the folder.
-    """
+    """Train to a step like an Estimator, in a session that resumes from the folder."""
     seen = []
     with tf.Graph().as_default():
         count, w = tf1.train.create_global_step(), tf1.get_variable("w", initializer=[5.0, -3.0])
@@ -371,14 +370,14 @@ def estimated(folder: Path, steps: int) -> list[Any]:
 
 
 def test_as_an_estimator(tmp_path: Path) -> None:
-    """In a monitored session it counts steps, logs, is saved, and goes on."""
+    """A monitored session counts steps, logs, saves, and resumes."""
     parts = [*estimated(tmp_path / "parts", 3), *estimated(tmp_path / "parts", 6)]
     assert parts == estimated(tmp_path / "whole", 6)
     assert len(parts) == 6
 
 
 def test_variables_of_one_name() -> None:
-    """They are told apart, and each dtype is kept."""
+    """Variables with the same name are distinguished, and each dtype is kept."""
     u, v = tf.Variable([0.0], dtype=tf.float64), tf.Variable([0.0], dtype=tf.float16)
     optimizer = ClippedOptimizer(descent(), uc.adagc(warmup=0))
     optimizer.apply_gradients(
@@ -398,7 +397,7 @@ REMEMBERING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_gradients_that_are_absent_in_some_steps(name: str) -> None:
-    """They leave variables and their memory as they were, as in ``rule.update``.
+    """Absent gradients leave variables and state unchanged, as in ``rule.update``.
 
     A step may have fewer variables.
     """
@@ -419,7 +418,7 @@ def test_gradients_that_are_absent_in_some_steps(name: str) -> None:
 
 
 def test_a_loss_is_for_one_step() -> None:
-    """A loss that is set, where gradients are applied, is for the next step only."""
+    """A loss applies to the next step only."""
     w = tf.Variable([1.0, 2.0])
     optimizer = ClippedOptimizer(descent(), uc.skip_spikes(window=4, warmup=2))
     for loss in (1.0, 1.1, 1.05, 99.0):
@@ -434,7 +433,7 @@ OTHERS = {"rule": (uc.zclip(), "w"), "leaves": (uc.adagc(), "v")}
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_the_memory_of_others(what: str) -> None:
-    """That of another rule or of other variables is refused, and nothing changes."""
+    """The state of another rule or of other variables is refused without any change."""
     rule, name = OTHERS[what]
     optimizer, other = ClippedOptimizer(descent(), uc.adagc()), uc.Clipper(rule)
     optimizer.apply_gradients([(tf.constant([3.0, 4.0]), tf.Variable([1.0, 2.0], name="w"))])
@@ -456,7 +455,7 @@ def stepped(*steps: str) -> None:
 
 
 def in_no_session() -> Any:
-    """Ask for values of a graph."""
+    """Read values of a graph without a session."""
     model = InSession()
     model.start(uc, uc.autoclip())
     with model.graph.as_default():
@@ -464,7 +463,7 @@ def in_no_session() -> Any:
 
 
 def scaled_inside() -> Any:
-    """Clip gradients that are multiplied."""
+    """Clip scaled gradients."""
     return ClippedOptimizer(
         tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(descent(), 8.0), uc.by_norm(1.0)
     )
@@ -504,7 +503,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
-    """What is no optimizer, no rule or cannot be done is refused, and the error says what to do."""
+    """An invalid optimizer, rule or use raises an error with the remedy."""
     call, error, token = WRONG[name]
     with pytest.raises(error, match=token):
         call()

@@ -39,28 +39,28 @@ from uniclip.saved import to_dict
 
 
 class Fused(Attached):
-    """An optimizer whose kernel does all in one, and may leave a step out."""
+    """An optimizer with a fused kernel, which may skip a step."""
 
     optimizer = "adam"
     make = staticmethod(partial(Adam, lr=RATE, fused=True))
 
 
 class ByClosure(Attached):
-    """An optimizer that computes the gradients in its step, and knows the loss by that."""
+    """An optimizer that computes the gradients, and thus the loss, in its step."""
 
     takes = Attached.takes - {"micro", "record"}
     optimizer = "adam"
     make = staticmethod(partial(Adam, lr=RATE, foreach=True))
 
     def step(self, batch: Batch) -> None:
-        """Train on a batch, by a positional argument or by keyword."""
+        """Train on a batch, with a positional closure or a keyword."""
         closure, wanted = partial(self.backward, batch), self.loss(batch)
         loss = self.inside.step(closure) if batch.ids[0] % 2 else self.inside.step(closure=closure)
         torch.testing.assert_close(loss, wanted.detach(), equal_nan=True)
 
 
 class Sparse(Attached):
-    """A table whose gradients have rows, some of which occur twice."""
+    """A table with sparse gradients and duplicate rows."""
 
     takes = Attached.takes - {"record", "refuse"} | {"rows"}
     optimizer = "sgd"
@@ -88,18 +88,18 @@ VARIANTS: dict[type[Attached], tuple[str, ...] | None] = {
 
 @pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
-    """What is attached keeps the contract of all adapters, whichever way its optimizer goes."""
+    """An attached rule keeps the contract of all integrations for each kind of optimizer."""
     check(make, uc, tmp_path)
 
 
 def without_memory(self: Attached, folder: Path) -> None:
-    """Save all but what the rule remembers."""
+    """Save everything except the state of the rule."""
     state = {name: value for name, value in self.inside.state_dict().items() if name != "uniclip"}
     torch.save({"model": self.model, "optimizer": state}, folder / "checkpoint.pt")
 
 
 def with_decay(self: Attached, batch: Batch) -> None:
-    """Train on a batch, and then decay the weights, if the step was skipped."""
+    """Train on a batch, and then decay the weights if the step was skipped."""
     Attached.step(self, batch)
     self.model["b"].data.mul_(1 - 0.1 * self.scalars()["clip/skipped"])
 
@@ -117,19 +117,19 @@ BROKEN: dict[str, Any] = {
     "resumed-adagc": {"save": without_memory},
     "refused": {"save": without_memory},
 }
-"""What an adapter may do wrong, by the check that finds it."""
+"""Faults of an integration, by the check that detects them."""
 
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.filterwarnings("ignore")
 def test_a_broken_adapter_is_found(name: str, tmp_path: Path) -> None:
-    """The contract finds what an adapter may get wrong."""
+    """The contract detects the faults of an integration."""
     broken = type("Broken", (Attached,), BROKEN[name])
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         dict(checks(broken))[name](broken, uc, tmp_path)
 
 
-# What only PyTorch's optimizers have.
+# Behavior of PyTorch's optimizers only.
 
 
 def layers(frozen: int, first: int = 0) -> list[tuple[str, Any]]:
@@ -140,7 +140,7 @@ def layers(frozen: int, first: int = 0) -> list[tuple[str, Any]]:
 
 
 def started(kind: type[Attached], rule: Any, make: Any) -> Any:
-    """Return an adapter with another optimizer."""
+    """Return an integration with another optimizer."""
     adapter = kind()
     adapter.make = make
     adapter.start(uc, rule)
@@ -148,7 +148,7 @@ def started(kind: type[Attached], rule: Any, make: Any) -> Any:
 
 
 def same(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Require the weights, gradients and moments of two adapters to be equal."""
+    """Require the weights, gradients and moments of two integrations to be equal."""
     sides = [[*trained(side), *(p.grad for p in side.model.values())] for side in (one, other)]
     for found, wanted in zip(*sides, strict=True):
         np.testing.assert_allclose(found, wanted, rtol, atol)
@@ -164,9 +164,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(make: Any) -> None:
-    """Each steps as if clipped by hand, at any rate.
+    """Each optimizer steps as if clipped by hand, at any rate.
 
-    ``.grad`` is clipped then, and nothing else stays behind.
+    ``.grad`` contains the clipped gradient afterwards, and nothing else remains.
     """
     for rule in (uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")):
         one, other = started(Attached, rule, make), started(Attached, None, make)
@@ -186,9 +186,9 @@ def test_optimizers(make: Any) -> None:
 
 
 def test_lbfgs() -> None:
-    """It computes gradients again and again in its step.
+    """LBFGS computes gradients repeatedly in its step.
 
-    Each time they are clipped before it looks.
+    They are clipped each time before it reads them.
     """
     rule = uc.by_global_norm(0.2, nonfinite="skip")
     make = partial(LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
@@ -209,7 +209,7 @@ def test_lbfgs() -> None:
 
 
 def test_a_loss_scale_and_raise() -> None:
-    """What a GradScaler skips by itself is no error; what would reach the parameters is one."""
+    """A step that a GradScaler skips raises no error; one that would reach the parameters does."""
     one = started(Scaled, uc.by_global_norm(1.0, nonfinite="raise"), partial(AdamW, fused=True))
     before = one.weights()
     one.step(batches()[-2])
@@ -220,7 +220,7 @@ def test_a_loss_scale_and_raise() -> None:
 
 
 def test_scaled_gradients_in_float16() -> None:
-    """They are not unscaled in place, where small ones would be lost."""
+    """Scaled float16 gradients are not unscaled in place, since small ones would underflow."""
     w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = SGD([w], lr=1.0, fused=True)
     attach(optimizer, uc.by_norm(1.0))
@@ -233,9 +233,7 @@ def test_scaled_gradients_in_float16() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_shared_and_absent_gradients(fused: bool) -> None:
-    """A gradient of two parameters counts for each and is scaled once,
-    an absent one stays absent.
-    """
+    """A gradient of two parameters counts for each and is scaled once; absent ones stay absent."""
     a, b, unused = five(), five(), torch.nn.Parameter(torch.zeros(2))
     b.grad = a.grad
     optimizer = SGD([{"params": [a, unused]}, {"params": [b]}], lr=1.0, fused=fused)
@@ -245,15 +243,14 @@ def test_shared_and_absent_gradients(fused: bool) -> None:
     torch.testing.assert_close([a.detach(), b.detach()], [torch.tensor([-0.6, -0.8])] * 2)
     assert unused.grad is None
     optimizer.zero_grad()
-    optimizer.step()  # with nothing to clip
+    # There is nothing to clip.
+    optimizer.step()
     assert not unused.any()
 
 
 @pytest.mark.parametrize("name", [name for name in kinds(uc) if "skip" not in name])
 def test_no_value_is_read(name: str) -> None:
-    """A step reads no value, which would wait for an accelerator:
-    there are none on the meta device.
-    """
+    """A step reads no value, which would wait for an accelerator; the meta device has none."""
     params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in ((3, 2), (2,))]
     optimizer = Adam(params)
     handle = attach(optimizer, kinds(uc)[name].rule)
@@ -267,9 +264,9 @@ def test_no_value_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("make", [Adam, AdamW, Adagrad])
 def test_a_fused_step_is_skipped_unread(make: Any) -> None:
-    """On an accelerator the kernel leaves the step out, and the host reads no flag.
+    """On an accelerator the kernel skips the step, and the host reads no flag.
 
-    Tensors only seem to be there.
+    The tensors only report an accelerator.
     """
     rule = uc.by_global_norm(1.0, nonfinite="skip")
     there = {
@@ -288,7 +285,8 @@ def test_a_fused_step_is_skipped_unread(make: Any) -> None:
             other.step()
         torch.testing.assert_close(p, q)
         assert one.state[p]["step"] == other.state[q]["step"]
-    assert {*vars(one)} - {"step"} == {*vars(other)}  # a rule that may skip wraps it
+    # A rule that may skip wraps the step.
+    assert {*vars(one)} - {"step"} == {*vars(other)}
 
 
 def test_one_rule_for_each_optimizer() -> None:
@@ -298,7 +296,7 @@ def test_one_rule_for_each_optimizer() -> None:
     """
     w, record = five(), insight.Recorder(lambda row: None)
     optimizer = SGD([w], lr=1.0)
-    # which looks for steps before
+    # The recorder looks for earlier steps.
     handle = attach(Wrapper(Wrapper(optimizer)), uc.autoclip(), record=record)
     for again in (optimizer, Wrapper(optimizer)):
         with pytest.raises(ValueError, match=r"remove\(\)"):
@@ -317,9 +315,7 @@ def test_one_rule_for_each_optimizer() -> None:
 
 
 def test_copies() -> None:
-    """A copy of an optimizer has no rule, a handle has no copies,
-    and neither keeps an optimizer alive.
-    """
+    """A copy of an optimizer has no rule, handles cannot be copied, and none keeps it alive."""
     optimizer = Adam([five()], fused=True)
     handle = attach(optimizer, uc.by_global_norm(1.0))
     copied = copy.deepcopy(optimizer)
@@ -338,11 +334,10 @@ def test_copies() -> None:
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_gradients_warn_of_nothing(layout: Any) -> None:
-    """The indices of a clipped gradient are those that were given,
-    and nothing asks for a check of them.
-    """
+    """A clipped sparse gradient keeps its indices without a check, and so without a warning."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sparse tensors, at the first of its kind
+        # The first sparse tensor of its kind warns.
+        warnings.simplefilter("ignore")
         grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]]).to_sparse(layout=layout)
     torch.set_warn_always(True)
     try:
@@ -361,7 +356,7 @@ def test_sparse_gradients_warn_of_nothing(layout: Any) -> None:
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 def test_after_a_step_that_failed(nonfinite: Any) -> None:
-    """What it left behind does not reach the next one."""
+    """A failed step does not affect the next one."""
     rule = uc.by_global_norm(0.5, nonfinite=nonfinite)
     one, other = (started(Attached, rule, partial(AdamW, fused=True)) for _ in range(2))
     hook = one.inside.register_step_pre_hook(lambda *_: {}["none"])
@@ -374,7 +369,7 @@ def test_after_a_step_that_failed(nonfinite: Any) -> None:
 
 
 class Nested(SGD):
-    """An optimizer whose step is two of PyTorch's: hooks run around all three."""
+    """An optimizer whose step calls two of PyTorch's: hooks run around all three."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -386,7 +381,8 @@ class Nested(SGD):
 def test_a_step_inside_a_step(closure: Any) -> None:
     """A class that calls ``super().step()`` is clipped once, and its step skipped as a whole."""
     w = five()
-    SGD([w])  # PyTorch puts hooks into the classes of which there has been one
+    # PyTorch adds hooks to each class of which there was an instance.
+    SGD([w])
     optimizer = Nested([w], lr=0.5)
     attach(optimizer, uc.autoclip(percentile=50, nonfinite="skip"))
     for norm in (1.0, 3.0, 50.0, math.nan):
@@ -396,7 +392,7 @@ def test_a_step_inside_a_step(closure: Any) -> None:
 
 
 class Deeper(Nested):
-    """One that is three deep, and may fail in the middle."""
+    """An optimizer with three nested steps, which may fail in the middle."""
 
     fails = False
 
@@ -409,9 +405,7 @@ class Deeper(Nested):
 
 
 def test_a_class_that_inherits_its_step() -> None:
-    """PyTorch puts a wrapper of it into the class, which calls no other step:
-    nothing is put into the optimizer.
-    """
+    """A class that inherits its step is wrapped by PyTorch, and its instance stays unchanged."""
     kind = type("Inherits", (SGD,), {"step": Optimizer.profile_hook_step(unwrap(SGD.step))})
     optimizer = kind([five()], lr=0.1)
     before = set(vars(optimizer))
@@ -423,7 +417,7 @@ def test_a_class_that_inherits_its_step() -> None:
 @pytest.mark.parametrize("first", ["attach", "scheduler"])
 @pytest.mark.filterwarnings("error")
 def test_schedulers(kind: Any, first: str) -> None:
-    """They put a function in the place of ``optimizer.step``, before or after.
+    """Schedulers replace ``optimizer.step``, before or after the rule.
 
     A step clips once, with its rate.
     """
@@ -452,9 +446,7 @@ def test_schedulers(kind: Any, first: str) -> None:
 
 
 def test_a_step_that_was_kept() -> None:
-    """A wrapper that runs the step of before the rule,
-    of a class that calls another one, is told so.
-    """
+    """A wrapper that calls a ``step`` saved before the rule gets an error that explains it."""
     optimizer = Nested([five()], lr=1.0)
     kept = optimizer.step
     attach(optimizer, uc.by_global_norm(1.0))
@@ -463,9 +455,9 @@ def test_a_step_that_was_kept() -> None:
 
 
 def test_a_step_inside_a_step_that_fails() -> None:
-    """The step after it is clipped.
+    """The step after a failed one is clipped.
 
-    One that is skipped is not taken, so it does not fail; a copy is not clipped.
+    A skipped step is not run, so it does not fail; a copy is not clipped.
     """
     w = five()
     optimizer = Deeper([w], lr=1.0)
@@ -492,8 +484,9 @@ def test_a_step_inside_a_step_that_fails() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
-    """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped:
-    moments are of clipped steps.
+    """A step forwarded with ``closure=None`` is clipped, also at rate 0 in a warmup.
+
+    NaN is skipped, and moments are of clipped gradients.
     """
     for rule, grad, wanted in (
         (uc.by_global_norm(1.0), [30.0, 40.0], [0.06, 0.08]),
@@ -512,7 +505,7 @@ def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
 
 
 def test_a_closure_of_none_without_a_rate() -> None:
-    """A group may have a rate of ``None``, as one that finds its own has."""
+    """A group may have a rate of ``None``, for optimizers that find their own."""
     w = five()
     optimizer = SGD([{"params": [w], "lr": 0.0}], lr=0.0)
     handle = attach(optimizer, uc.by_global_norm(1.0), all_reduce=lambda array, op: array)
@@ -524,9 +517,7 @@ def test_a_closure_of_none_without_a_rate() -> None:
 
 @pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1, momentum=0.9)])
 def test_a_step_that_only_makes_the_state(make: Any) -> None:
-    """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule,
-    nor of a record.
-    """
+    """The step by which ``torch.distributed.checkpoint`` creates the state is not recorded."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model, rows = torch.nn.Linear(2, 1), []
@@ -544,7 +535,7 @@ def test_a_step_that_only_makes_the_state(make: Any) -> None:
 
 
 def test_gradients_of_a_wrapper_subclass() -> None:
-    """What a rule saw of them is logged, saved and recorded as of others."""
+    """Reports of wrapper subclasses are logged, saved and recorded like those of other tensors."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     def two(*values: float) -> Any:
@@ -564,7 +555,7 @@ def test_gradients_of_a_wrapper_subclass() -> None:
 
 
 def test_groups_and_names() -> None:
-    """Paths are those of groups and names, also in errors.
+    """Paths have the names of groups and parameters, also in errors.
 
     Groups that are added later are clipped with the others.
     """
@@ -587,9 +578,9 @@ def test_groups_and_names() -> None:
 
 
 def test_a_state_of_other_layers() -> None:
-    """Rows are looked up by name.
+    """Rows of a state are looked up by name.
 
-    A state of none of the leaves is refused, and then nothing has changed.
+    A state without any of the leaves is refused without a change.
     """
     saving, optimizer, fitting, strange = (
         Adam(layers(1)),
@@ -609,7 +600,8 @@ def test_a_state_of_other_layers() -> None:
     assert (other.numbers(), last.numbers()) == first
     assert not strange.state
     assert not fitting.state
-    fitting.load_state_dict(saved)  # in which another layer is frozen
+    # Another layer is frozen in it.
+    fitting.load_state_dict(saved)
     with pytest.warns(
         UserWarning, match=r"no norms of grads\[0\]\['3\.weight'\], which begin anew"
     ):
@@ -621,7 +613,7 @@ def test_a_state_of_other_layers() -> None:
         zip(source.numbers()["leaves"][0], source.numbers()["state"]["averages"], strict=True)
     )
     assert rows == {**kept, "[0]['3.weight']": -1}
-    # What was saved is a copy, and what was loaded too.
+    # Saving and loading copy the state.
     saved["uniclip"]["state"]["averages"].fill_(7.0)
     assert other.numbers()["state"] == source.numbers()["state"] != first[0]["state"]
     assert 7.0 not in source.numbers()["state"]["averages"]
@@ -639,9 +631,7 @@ REMEMBERING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_absent_gradients(name: str) -> None:
-    """In steps without a gradient, as of a layer frozen for a while,
-    a parameter and its memory stay as they were.
-    """
+    """A parameter without a gradient, as in a frozen layer, keeps its value and its state."""
     rule, named = REMEMBERING[name], [(f"{number}.weight", five()) for number in range(3)]
     optimizer = SGD(named, lr=1.0)
     handle, state = attach(optimizer, rule), rule.init([OrderedDict(named)])
@@ -688,17 +678,18 @@ EACH: dict[str, Any] = {
         lambda path, leaf: leaf.shape[0],
     ),
 }
-"""Rules that remember something for each leaf by itself.
+"""Rules with a state for each leaf.
 
-Each of the leaves below has a shape of its own.
+Each of the leaves below has its own shape.
 """
 
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("named", [False, True])
 def test_leaves_that_come_and_go(name: str, named: bool) -> None:
-    """A parameter has its own memory: new ones begin anew, those that come back, in any place,
-    go on from theirs.
+    """Each parameter has its own state.
+
+    New ones start from the initial state, and returning ones continue, in any place.
     """
     rule, sizes = EACH[name], {"a": 2, "b": 3, "c": 4, "d": 5}
     params = {key: torch.nn.Parameter(torch.zeros(size)) for key, size in sizes.items()}
@@ -745,9 +736,7 @@ def test_leaves_that_come_and_go(name: str, named: bool) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_leaves_that_are_deleted(kept: bool) -> None:
-    """Whether a parameter that is gone still exists makes no difference:
-    nobody gets its memory but itself.
-    """
+    """The state of a removed parameter is never reused, whether it still exists or not."""
     rule, held = uc.norm_growth(1.5), []
     params = [five() for _ in range(3)]
     optimizer = SGD([{"params": [p]} for p in params], lr=1.0)
@@ -755,7 +744,8 @@ def test_leaves_that_are_deleted(kept: bool) -> None:
     optimizer.step()
     held += params if kept else []
     params.pop(0)
-    del optimizer.param_groups[0]  # those behind it have other numbers now
+    # The groups after it get other indices.
+    del optimizer.param_groups[0]
     gc.collect()
     for p in params:
         p.grad = torch.tensor([30.0, 40.0])
@@ -774,9 +764,7 @@ def test_leaves_that_are_deleted(kept: bool) -> None:
 
 
 def test_parameters_that_change_groups() -> None:
-    """The same parameters in the same order, divided in other ways, are of other groups;
-    none at all are none.
-    """
+    """The same parameters in other groups are other leaves; no groups have none."""
     a, b = five(), five()
     optimizer = SGD([{"params": [a]}, {"params": [b]}], lr=0.0)
     handle = attach(optimizer, uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]))
@@ -800,9 +788,9 @@ def test_parameters_that_change_groups() -> None:
 
 
 def test_groups_in_another_order() -> None:
-    """Saved rows are looked up by the names of parameters, whatever their groups.
+    """Saved rows are looked up by the names of parameters in any group.
 
-    A change is saved at once.
+    A change of groups is saved at once.
     """
     params = {key: torch.nn.Parameter(torch.full((2,), float(n))) for n, key in enumerate("abc", 1)}
     for key, p in params.items():
@@ -812,7 +800,8 @@ def test_groups_in_another_order() -> None:
     )
     source, handle = (attach(one, uc.norm_growth()) for one in (saving, loading))
     saving.step()
-    handle.load_state_dict(source.numbers())  # no warning
+    # Expect no warning.
+    handle.load_state_dict(source.numbers())
 
     def rows(numbers: Any) -> dict[str, float]:
         return {
@@ -827,7 +816,7 @@ def test_groups_in_another_order() -> None:
 
 
 def test_damaged_states() -> None:
-    """What lacks numbers, or has others, is refused, also where rows are looked up by name."""
+    """A state with missing or superfluous numbers is refused, even when sorted by names."""
     optimizer = SGD([("a", five()), ("b", five())])
     handle = attach(optimizer, uc.adagc())
     optimizer.step()
@@ -846,7 +835,7 @@ def test_damaged_states() -> None:
 
 
 def test_where_a_warning_points() -> None:
-    """A saved state without norms of some parameters warns where the user's code loads it."""
+    """The warning about parameters without saved norms points at the user's loading line."""
     saving, loading = SGD([("a", five())]), SGD([("a", five()), ("b", five())])
     attach(saving, uc.adagc())
     handle = attach(loading, uc.adagc())
@@ -863,7 +852,7 @@ def test_where_a_warning_points() -> None:
 
 @pytest.mark.parametrize("loop", ["plain", "a scheduler", "a closure", "Clipper"])
 def test_where_the_warning_of_skipped_steps_points(loop: str) -> None:
-    """It is the line of the training loop, whatever of PyTorch lies between."""
+    """The warning about skipped steps points at the training loop, through any PyTorch code."""
     rule, param = uc.by_global_norm(1e-9, skip_above=1e-9), five()
     optimizer = SGD([param])
     clipper = uc.Clipper(rule)
@@ -884,8 +873,9 @@ def test_where_the_warning_of_skipped_steps_points(loop: str) -> None:
 
 
 def test_leaves_that_are_gone_are_saved() -> None:
-    """What is saved has their rows, and gives them back where the leaves come later,
-    with a warning for new ones.
+    """The rows of removed leaves are saved and restored when these return.
+
+    New leaves warn.
     """
     rule, (a, b, c) = uc.norm_growth(1.5), [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     saving = SGD([{"params": [("a", a)]}, {"params": [("b", b)]}])
@@ -897,7 +887,8 @@ def test_leaves_that_are_gone_are_saved() -> None:
     saved = saving.state_dict()
     loading = SGD([{"params": [("a", a)]}])
     handle = attach(loading, rule)
-    loading.load_state_dict(saved)  # no warning
+    # Expect no warning.
+    loading.load_state_dict(saved)
     assert handle.numbers() == source.numbers()
     loading.add_param_group({"params": [("b", b)]})
     loading.add_param_group({"params": [("c", c)]})
@@ -914,9 +905,9 @@ def test_leaves_that_are_gone_are_saved() -> None:
 
 
 def test_names_of_a_model() -> None:
-    """An optimizer without names has those of the model in paths, errors and records.
+    """An optimizer without names gets those of the model in paths, errors and records.
 
-    Parts of it keep numbers.
+    Parameters outside of the model keep their indices.
     """
     model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
     more, rows = five(), []
@@ -938,7 +929,7 @@ def test_names_of_a_model() -> None:
 
 
 def test_names_that_the_optimizer_has() -> None:
-    """They stay, beside those that it lacks; `check_layout` takes names as `attach` does."""
+    """Names of the optimizer stay, and missing ones are added, by `check_layout`, too."""
     model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
     body = [(f"mine.{name}", p) for name, p in model.body.named_parameters()]
     optimizer = SGD([{"params": body}])
@@ -954,7 +945,7 @@ def test_names_that_the_optimizer_has() -> None:
 
 
 def in_head(path: Any, leaf: Any) -> bool:
-    """Whether a parameter is of the head."""
+    """Return whether a parameter belongs to the head."""
     return "head" in str(path)
 
 
@@ -992,9 +983,9 @@ def two_layers() -> Any:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_masks_of_names_that_are_not_there(name: str) -> None:
-    """Without names a mask or a label takes what it should leave out: refused.
+    """A mask or label by name is refused without names, since it would choose all leaves.
 
-    With them it goes on as layers come.
+    With names it continues when layers are added.
     """
     model = two_layers()
     model.body.weight.requires_grad_(False).grad = None
@@ -1003,10 +994,12 @@ def test_masks_of_names_that_are_not_there(name: str) -> None:
         TypeError, match=r"fails for paths as \(0, 0\), of group and number: .*names=model"
     ):
         attach(unnamed, NAMED[name])
-    attach(unnamed, NAMED[name], names=model).remove()  # nothing was attached before
+    # The refused calls attached nothing.
+    attach(unnamed, NAMED[name], names=model).remove()
     optimizer = SGD(model.head.parameters(), lr=0.1)
     attach(optimizer, NAMED[name], names=model)
-    optimizer.step()  # of the head alone
+    # Only the head has a gradient.
+    optimizer.step()
     optimizer.add_param_group({"params": list(model.body.parameters())})
     optimizer.step()
     del optimizer.param_groups[1]
@@ -1014,7 +1007,7 @@ def test_masks_of_names_that_are_not_there(name: str) -> None:
 
 
 def test_functions_of_paths_that_fail() -> None:
-    """The error shows a path."""
+    """The error of a failing function contains an example of a path."""
     model = two_layers()
     for where in (lambda path, leaf: path[0].startswith("head"), lambda path: True):
         with pytest.raises(
@@ -1024,7 +1017,7 @@ def test_functions_of_paths_that_fail() -> None:
 
 
 def test_labels_of_groups() -> None:
-    """A label that is a key of the path is one of a single group, too; numbers are numbers."""
+    """Labels and masks that read indices of the path need no names, even for a single group."""
     half = uc.masked(
         uc.by_norm(1.0),
         lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in (0, 1),
@@ -1052,9 +1045,9 @@ def test_labels_of_groups() -> None:
 
 
 def test_a_state_dict_in_two_parts() -> None:
-    """The rule's part may come later.
+    """The rule's part of a state dict may be loaded later.
 
-    A step without it is what a warning is for, also if it is attached late.
+    A step without it warns, also if the rule is attached late.
     """
     saving, optimizer, late = (Adam([five()]) for _ in range(3))
     _, handle = (attach(one, uc.autoclip()) for one in (saving, optimizer))
@@ -1068,16 +1061,17 @@ def test_a_state_dict_in_two_parts() -> None:
     with pytest.warns(UserWarning, match="attach the rule first"):
         optimizer.step()
     optimizer.step()
-    late.load_state_dict(saved)  # which one without a rule can read
-    attach(late, uc.by_norm(1.0)).remove()  # which remembers nothing
-    with pytest.warns(UserWarning, match="attach the rule first"):  # then, or at its first step
+    # An optimizer without a rule can read it.
+    late.load_state_dict(saved)
+    # A stateless rule needs nothing of it.
+    attach(late, uc.by_norm(1.0)).remove()
+    # It warns here, or at its first step.
+    with pytest.warns(UserWarning, match="attach the rule first"):
         (attach(late, uc.autoclip()), late.step())
 
 
 def test_names_that_come_with_a_file() -> None:
-    """A file of an optimizer that knows names, loaded into one that does not,
-    changes no name of the rule's leaves.
-    """
+    """Loading the file of an optimizer with names does not rename the leaves of a rule without."""
     named, optimizer = SGD([("a", five())], momentum=0.5), SGD([five()], momentum=0.5)
     named.step()
     handle = attach(optimizer, uc.adagc(warmup=1))
@@ -1089,9 +1083,7 @@ def test_names_that_come_with_a_file() -> None:
 
 
 def test_a_record_of_leaves(tmp_path: Path) -> None:
-    """It has the norms before clipping by the names of leaves,
-    and is written when the optimizer is saved.
-    """
+    """A record has the norms before clipping by leaf name, and is flushed by ``state_dict``."""
     with insight.Recorder(tmp_path / "run.jsonl", every=100, leaves="all") as record:
         optimizer = SGD([("a", five()), ("none", torch.nn.Parameter(torch.ones(2))), ("c", five())])
         attach(optimizer, uc.by_norm(0.1), record=record)
@@ -1103,9 +1095,7 @@ def test_a_record_of_leaves(tmp_path: Path) -> None:
 
 
 def test_a_closed_record() -> None:
-    """A step that cannot be recorded changes nothing:
-    neither the gradients nor what the rule remembers.
-    """
+    """A step that cannot be recorded changes neither the gradients nor the state of the rule."""
     p, record = five(), insight.Recorder(lambda row: None)
     optimizer = SGD([p])
     handle = attach(optimizer, uc.autoclip(50, window=4), record=record)
@@ -1133,7 +1123,7 @@ def test_a_record_after_other_parameters_came(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.leaves, [[5.0, math.nan], [5.0, 5.0]])
 
 
-# The functions of ``torch.nn.utils``, beside what `test_native` compares with them.
+# The functions of ``torch.nn.utils``, beyond the comparison in `test_native`.
 CALLS: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda params: clip_grad_norm_(params, 1.0),
     "clip_grad_value_": lambda params: clip_grad_value_(params, 1.0),
@@ -1145,9 +1135,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "limit", [1.0, torch.tensor(1.0), torch.tensor([1])], ids=["number", "0-d", "whole"]
 )
 def test_what_arguments_can_be(limit: Any) -> None:
-    """Parameters in any iterable, one that occurs twice is scaled once.
+    """Parameters may come in any iterable, and duplicates are scaled once.
 
-    Limits as numbers or tensors of one.
+    Limits are numbers or tensors with one element.
     """
     w, frozen = five(), torch.nn.Parameter(torch.ones(3), requires_grad=False)
     for given in (w, (p for p in [w]), torch.nn.ParameterList([w]), [w, frozen]):
@@ -1166,9 +1156,9 @@ def test_what_arguments_can_be(limit: Any) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_without_parameters(name: str) -> None:
-    """The norm of nothing is 0.
+    """The norm without parameters is 0.
 
-    A generator that was read before is a warning where the user's code is.
+    An exhausted generator warns at the user's line.
     """
     for given in ([], [torch.nn.Parameter(torch.zeros(2))]):
         assert CALLS[name](given) == (torch.tensor(0.0) if name == "clip_grad_norm_" else None)
@@ -1179,8 +1169,9 @@ def test_without_parameters(name: str) -> None:
 
 
 def test_gradients_with_a_graph() -> None:
-    """Those of ``create_graph=True`` are clipped outside of it;
-    in the place of parameters gradients are refused.
+    """Gradients with a graph are clipped outside of it.
+
+    Gradients passed in place of parameters are refused.
     """
     w = torch.nn.Parameter(torch.tensor([1.5, 2.0]))
     (w.grad,) = torch.autograd.grad(w.square().sum(), w, create_graph=True)
@@ -1192,13 +1183,14 @@ def test_gradients_with_a_graph() -> None:
     norm = clip_grad_norm_(w, 1.0)
     assert (norm.item(), norm.requires_grad) == (5, False)
     torch.testing.assert_close(w.grad.detach(), torch.tensor([0.6, 0.8]))
-    w.grad = None  # its graph keeps itself alive
+    # The graph is a reference cycle.
+    w.grad = None
 
 
 def test_gradients_that_are_not_finite() -> None:
-    """Everything becomes NaN, by a norm that is known, too.
+    """Non-finite gradients make everything NaN, also with a precomputed norm.
 
-    The error that one may ask for names the gradient.
+    The optional error names the gradient.
     """
     for bad in (math.nan, math.inf):
         params = params_of(torch.ones(2), torch.tensor([1.0, bad]), torch.ones(2))
@@ -1211,7 +1203,7 @@ def test_gradients_that_are_not_finite() -> None:
 
 
 def test_sparse_gradients() -> None:
-    """They stay sparse, and rows that occur twice are summed; PyTorch raises."""
+    """Sparse gradients stay sparse with summed duplicate rows, whereas PyTorch raises."""
     rows = torch.sparse_coo_tensor(
         [[0, 2, 2]], [[6.0, 0.0], [0.0, 2.0], [0.0, 6.0]], (4, 2), check_invariants=True
     )
@@ -1303,7 +1295,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
-    """What cannot be meant is refused, and the error says what to pass."""
+    """Invalid arguments are refused, and the error names the valid ones."""
     call, error, token = WRONG[name]
     with pytest.raises(error, match=token):
         call()

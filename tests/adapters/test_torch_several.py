@@ -1,4 +1,4 @@
-"""Rules attached to objects that hold optimizers: wrappers, and several that are stepped as one."""
+"""Rules attached to objects with several optimizers: wrappers, and optimizers stepped as one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ONE, OTHER = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
 
 
 class Nested(Optimizer):
-    """One that holds another that holds two, in a wrapper."""
+    """A combination inside a combination inside a wrapper."""
 
     def __init__(self, *opts: Any) -> None:
         super().__init__([group for one in opts for group in one.param_groups], {})
@@ -68,7 +68,7 @@ class Nested(Optimizer):
 
 
 class OwnParameters(Optimizer):
-    """One that steps some parameters by itself, and others by an optimizer inside."""
+    """An optimizer with parameters of its own and an inner optimizer for others."""
 
     def __init__(self, own: Any, others: Any) -> None:
         super().__init__([own], {})
@@ -83,7 +83,7 @@ KINDS = [Combined, WithoutInit, Plain, Nested]
 
 
 class Joint(Attached):
-    """The small model under two optimizers that are one, each with some of the parameters."""
+    """The small model under two optimizers that are stepped as one."""
 
     takes = Attached.takes - {"refuse"}
     kind: Any = Combined
@@ -91,10 +91,9 @@ class Joint(Attached):
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
     ) -> None:
-        """Begin with the first weights."""
+        """Start from the first weights."""
         with warnings.catch_warnings():
-            # What a rule remembers is in the handle, as `test_where_the_memory_is` wants to be
-            # told.
+            # The handle stores the state of the rule; `test_where_the_memory_is` tests the warning.
             warnings.simplefilter("ignore")
             super().start(uc, rule, record=record, micro=micro, **options)
 
@@ -128,7 +127,7 @@ class Joint(Attached):
         )
 
     def load(self, folder: Path) -> None:
-        """Read the file."""
+        """Load the file."""
         saved = torch.load(folder / "saved.pt")
         for one, state in zip(self.inside.optimizers, saved["optimizers"], strict=True):
             one.load_state_dict(state)
@@ -141,7 +140,7 @@ class Joint(Attached):
         return renamed(self.handle.numbers(), lambda name: re.sub(r"^\[\d\]", "", name))
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give a state to the handle."""
+        """Load a state into the handle."""
         group = {"['table']": 0, "['b']": 1, "['w']": 1}
         self.handle.load_state_dict(
             renamed(saved, lambda name: f"[{group[name]}]{name}" if name in group else name)
@@ -160,13 +159,13 @@ class JointFused(Joint):
 
 
 class JointPlain(Joint):
-    """The same without a base class, and so without hooks."""
+    """Two optimizers as one without a base class, and so without hooks."""
 
     kind = Plain
 
 
 class JointByClosure(Joint):
-    """The gradients are computed in the step."""
+    """Two optimizers as one, with gradients computed in the step."""
 
     takes = Joint.takes - {"micro", "record"}
 
@@ -176,13 +175,13 @@ class JointByClosure(Joint):
 
 
 class JointScaled(Scaled, Joint):
-    """A loss scale, which divides in the step of the outer optimizer, or before it."""
+    """A loss scale that divides in the outer step, or before it."""
 
     takes = Joint.takes - {"micro", "record", "bits"} | {"scale"}
 
 
 class Forwards(Combined):
-    """One that says of itself that it unscales, and hands scale and flag on."""
+    """A combination that declares that it unscales, and passes scale and flag on."""
 
     _step_supports_amp_scaling = True
 
@@ -194,7 +193,7 @@ class Forwards(Combined):
 
 
 class JointForwards(JointScaled):
-    """A loss scale that the kernels inside divide by."""
+    """A loss scale that the inner kernels apply."""
 
     optimizer = "adam"
     kind = Forwards
@@ -202,7 +201,7 @@ class JointForwards(JointScaled):
 
 
 class JointCompiled(Compiled, Joint):
-    """A step that is compiled."""
+    """A compiled step."""
 
 
 VARIANTS: dict[type[Joint], tuple[str, ...] | None] = {
@@ -218,7 +217,7 @@ VARIANTS: dict[type[Joint], tuple[str, ...] | None] = {
 
 @pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
-    """Several optimizers that are stepped as one keep the contract of all adapters."""
+    """Several optimizers stepped as one keep the contract of all integrations."""
     check(make, uc, tmp_path)
 
 
@@ -228,17 +227,14 @@ def both() -> list[Any]:
 
 
 def moved(*params: Any) -> float:
-    """Return how far parameters have moved from 0, together."""
+    """Return the norm of parameters that started at 0."""
     return math.sqrt(sum(float((p.detach() ** 2).sum()) for p in params))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", [lambda one: one, Wrapper])
 def test_one_norm_over_all(kind: Any, wrap: Any) -> None:
-    """All parameters have one norm, in whatever holds the optimizers.
-
-    Once removed, nothing is clipped any more.
-    """
+    """All parameters share a norm in any combination, and removal stops the clipping."""
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
     handle = attach(wrap(outer), uc.by_global_norm(1.0))
@@ -259,9 +255,7 @@ def test_one_norm_over_all(kind: Any, wrap: Any) -> None:
 @pytest.mark.parametrize("kind", [Combined, Nested])
 @pytest.mark.parametrize("first", ["attach", "scheduler"])
 def test_schedulers(kind: Any, first: str) -> None:
-    """A scheduler puts a function in the place of the step, before or after,
-    and `remove` passes through it.
-    """
+    """A scheduler may replace ``step`` before or after, and `remove` looks through it."""
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
     makes: list[Any] = [
@@ -284,9 +278,7 @@ def test_schedulers(kind: Any, first: str) -> None:
 
 
 def test_parameters_of_its_own() -> None:
-    """Those that the outer optimizer steps by itself, and those of the optimizer inside,
-    have one norm.
-    """
+    """Parameters of the outer and of the inner optimizer share a norm."""
     one, other = both()
     optimizer = OwnParameters(one, other)
     handle = attach(optimizer, uc.by_global_norm(1.0))
@@ -296,7 +288,7 @@ def test_parameters_of_its_own() -> None:
 
 
 def test_a_second_optimizer_beside_one() -> None:
-    """An attribute called ``optimizer`` is no wrapper's where there is another one beside it."""
+    """An object with a second optimizer beside ``optimizer`` is no wrapper."""
     one, other = both()
     outer = Wrapper(SGD([one], lr=1.0))
     outer.second = SGD([other], lr=1.0)
@@ -309,7 +301,7 @@ def test_a_second_optimizer_beside_one() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_that_are_loaded(kind: Any) -> None:
-    """A ``load_state_dict`` gives an optimizer other groups; each parameter still counts once."""
+    """After ``load_state_dict`` replaces groups, each parameter still counts once."""
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
     handle = attach(outer, uc.by_global_norm(1.0))
@@ -326,7 +318,7 @@ def test_groups_that_are_loaded(kind: Any) -> None:
 
 
 def test_one_parameter_in_two_optimizers() -> None:
-    """It counts once."""
+    """A parameter in two optimizers counts once."""
     w = five()
     outer = Plain(SGD([w], lr=1.0), SGD([w, *params_of(OTHER)], lr=1.0))
     handle = attach(outer, uc.by_global_norm(1.0))
@@ -351,29 +343,30 @@ def test_names() -> None:
 
 
 class SAM(Optimizer):
-    """An optimizer that climbs before it steps, with another one inside."""
+    """An optimizer that climbs before it steps, with an inner optimizer."""
 
     def __init__(self, params: Any, inside: str, held: Callable[[Any], Any]) -> None:
         super().__init__(params, {})
         self.base = SGD(self.param_groups, lr=1.0)
         setattr(self, inside, held(self.base))
-        self.me = self  # is no other one
+        # A reference to itself is no other optimizer.
+        self.me = self
 
     def first_step(self) -> None:
-        """Climb, by the gradient as it is."""
+        """Climb along the gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.data += p.grad
 
     def second_step(self) -> None:
-        """Go back, and step."""
+        """Return to the start, and step."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.data -= p.grad
         self.base.step()
 
     def step(self, closure: Any = None) -> None:
-        """Do both."""
+        """Take both steps."""
         self.first_step()
         if closure is not None:
             closure()
@@ -391,8 +384,9 @@ class SAM(Optimizer):
     ],
 )
 def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, whole: bool) -> None:
-    """One that has exactly its parameters, whatever its name:
-    both ways to step are clipped where it steps.
+    """A wrapper may have exactly the parameters of its inner optimizer, under any name.
+
+    Both ways to step are clipped in the inner step.
     """
     w = five()
     optimizer = SAM([w], inside, held)
@@ -408,8 +402,9 @@ def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, wh
 
 
 def test_a_class_of_pytorch_that_holds_a_part() -> None:
-    """Its own step takes all steps, so an optimizer inside of it is none that is stepped;
-    one of others is.
+    """A PyTorch class steps its parameters itself, so an inner optimizer of these is ignored.
+
+    An inner optimizer of other parameters is clipped, too.
     """
     optimizer = SGD([five()], lr=1.0)
     optimizer.part = SGD(optimizer.param_groups[0]["params"], lr=1.0)
@@ -425,8 +420,9 @@ def test_a_class_of_pytorch_that_holds_a_part() -> None:
 
 
 def test_an_inner_step_by_itself() -> None:
-    """It would not be clipped, and says so; that of ``torch.distributed.checkpoint``,
-    which makes a state, passes.
+    """A direct inner step raises, since it would not be clipped.
+
+    That of ``torch.distributed.checkpoint``, which creates a state, passes.
     """
     model = torch.nn.Linear(2, 1)
     outer = Combined(Adam([model.weight]), AdamW([model.bias]))
@@ -445,7 +441,10 @@ def test_an_inner_step_by_itself() -> None:
 
 
 def test_an_optimizer_inside_that_did_not_step() -> None:
-    """What adds up would be clipped at every step, so the outer one raises at its end."""
+    """The outer step raises if an inner optimizer with gradients did not step.
+
+    Gradients that accumulate would be clipped at every step.
+    """
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
     outer.step = lambda: outer.optimizers[0].step()
@@ -458,9 +457,7 @@ def test_an_optimizer_inside_that_did_not_step() -> None:
 
 
 def test_other_optimizers_inside() -> None:
-    """One that is put in after `attach` would not be clipped,
-    so the step raises until the rule is attached anew.
-    """
+    """The step raises after an inner optimizer was added, until the rule is attached again."""
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD(params_of(OTHER), lr=1.0))
     handle = attach(outer, uc.by_global_norm(1.0))
@@ -474,9 +471,7 @@ def test_other_optimizers_inside() -> None:
 
 
 class Moves(SGD):
-    """An optimizer that puts zeros where a gradient is absent, as the reference of Muon does,
-    and decays weights.
-    """
+    """An optimizer that treats absent gradients as zeros, like Muon's reference, with decay."""
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
@@ -501,9 +496,7 @@ class Moves(SGD):
     ids=["nonfinite", "above", "chain"],
 )
 def test_a_skipped_step_is_not_taken(rule: Any, *, together: bool, by_closure: bool) -> None:
-    """Not even by optimizers that take an absent gradient for zeros: nothing moves,
-    and no state changes.
-    """
+    """A skipped step changes nothing, even in optimizers that treat absent gradients as zeros."""
     one, other = both()
     optimizer = Combined(Moves([one]), Moves([other])) if together else Moves([one, other])
     scheduler = StepLR(optimizer, 1)
@@ -534,7 +527,7 @@ def test_a_skipped_step_is_not_taken(rule: Any, *, together: bool, by_closure: b
 
 
 class ClimbsFirst(SGD):
-    """An optimizer that moves the parameters before it calls the closure, and back after it."""
+    """An optimizer that moves the parameters before the closure, and back after it."""
 
     fails = False
     through_data = False
@@ -559,9 +552,7 @@ class ClimbsFirst(SGD):
 
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_step_that_has_moved_something(*, through_data: bool) -> None:
-    """It is not stopped in its middle: the rest of it goes on without gradients,
-    and they come back after it.
-    """
+    """A step that has already moved parameters is completed without gradients, which come back."""
     w = five()
     optimizer = ClimbsFirst([w], lr=1.0)
     optimizer.through_data = through_data
@@ -591,9 +582,7 @@ class Ignores(SGD):
     "make", [Ignores, lambda *args, **kwargs: Combined(SGD(*args, **kwargs), SGD(params_of(OTHER)))]
 )
 def test_a_closure_that_is_never_called(make: Any) -> None:
-    """The gradients would have been clipped in it, so the step raises; and the next one,
-    without it, is clipped.
-    """
+    """The step raises if its closure was not called, and the next one, without it, is clipped."""
     w = five()
     optimizer = make([w], lr=1.0)
     if isinstance(optimizer, Combined):
@@ -617,8 +606,9 @@ def test_a_closure_that_is_never_called(make: Any) -> None:
     ],
 )
 def test_a_step_in_backward(rule: Any) -> None:
-    """A norm over several parameters cannot be known before all gradients are: refused,
-    with what to use.
+    """A joint norm is refused in a backward hook, since later gradients are missing.
+
+    The error names the rules to use.
     """
     model = torch.nn.Linear(2, 2)
     for p in model.parameters():
@@ -630,7 +620,7 @@ def test_a_step_in_backward(rule: Any) -> None:
 
 
 def test_a_step_of_one_leaf_in_backward() -> None:
-    """A norm for each leaf is known then."""
+    """A norm of each leaf works in a backward hook."""
     w = torch.nn.Parameter(torch.zeros(2))
     optimizer = SGD([w], lr=1.0)
     attach(optimizer, uc.by_norm(1.0))
@@ -640,8 +630,9 @@ def test_a_step_of_one_leaf_in_backward() -> None:
 
 
 def test_where_the_memory_is() -> None:
-    """It is in the outer ``state_dict`` where that is PyTorch's own; else in the handle,
-    and `attach` says so.
+    """The state is in the outer ``state_dict`` where that is PyTorch's own, else in the handle.
+
+    In that case `attach` warns.
     """
     outer = Combined(SGD([five()]), SGD([five()]))
     handle = attach(outer, uc.autoclip())
@@ -665,12 +656,12 @@ def test_where_the_memory_is() -> None:
     ):
         with pytest.warns(UserWarning, match=r"handle\.state_dict\(\)"):
             attach(kind(SGD([five()]), SGD([five()])), uc.autoclip())
-        # which remembers nothing
+        # A stateless rule needs no warning.
         attach(kind(SGD([five()]), SGD([five()])), uc.by_global_norm(1.0))
 
 
 def test_copies() -> None:
-    """A copy, or what was pickled, has no rule, and is stepped as it would be without one."""
+    """Copies and pickles have no rule, and step unclipped."""
     outer = Plain(SGD([five()], lr=1.0), SGD(params_of(OTHER), lr=1.0))
     attach(outer, uc.by_global_norm(1.0))
     for copied in (copy.deepcopy(outer), pickle.loads(pickle.dumps(outer))):
@@ -682,7 +673,7 @@ def test_copies() -> None:
 
 
 class WithoutHooks:
-    """An object that is stepped as an optimizer, and holds none."""
+    """An object with a step, and no optimizer inside."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": list(params), "lr": 1.0}]
@@ -693,8 +684,9 @@ class WithoutHooks:
 
 
 def test_an_object_without_hooks() -> None:
-    """It is clipped as an optimizer is, by a rule that skips, too; inside of another if the groups
-    there have its parameters.
+    """An object without hooks is clipped like an optimizer, also by a rule that skips.
+
+    Inside an optimizer it needs the parameters of the groups there.
     """
     w = five()
     optimizer = WithoutHooks([w])
@@ -719,9 +711,7 @@ def test_an_object_without_hooks() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Objects that are not stepped as an optimizer are refused in a sentence,
-    however many optimizers they hold.
-    """
+    """Objects that are not stepped like an optimizer are refused in one sentence."""
     keyed = type("InBackward", (), {})()
     keyed.optim_map = {p: SGD([p]) for p in params_of(*[torch.ones(300)] * 148)}
     scheduler = StepLR(SGD([five()]), 1)
@@ -736,9 +726,9 @@ def test_what_is_refused() -> None:
 
 
 def test_many_optimizers_by_parameter() -> None:
-    """An optimizer of one for each parameter, by the parameter, has one norm.
+    """A combination with an optimizer for each parameter has one norm.
 
-    Errors print none of its tensors.
+    Errors print no tensor.
     """
     params = params_of(*[torch.ones(300)] * 148)
     outer = Plain()
@@ -752,7 +742,7 @@ def test_many_optimizers_by_parameter() -> None:
 
 
 class Scheduled(SGD):
-    """An optimizer that holds a helper with the same two attributes, and nothing that steps."""
+    """An optimizer with a helper that has the same two attributes, and no step."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -760,7 +750,7 @@ class Scheduled(SGD):
 
 
 class Own(Optimizer):
-    """The same, of a class of its own."""
+    """A custom class with such a helper."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
@@ -775,7 +765,7 @@ class Own(Optimizer):
 
 @pytest.mark.parametrize("make", [partial(Scheduled, lr=1.0), Own])
 def test_a_helper_inside(make: Any) -> None:
-    """A scheduler that looks like an optimizer, or a mock, is none: what holds it is clipped."""
+    """A scheduler that looks like an optimizer, or a mock, is ignored; its owner is clipped."""
     w = five()
     optimizer = make([w])
     assert attach(optimizer, uc.by_global_norm(1.0)).optimizer is optimizer
@@ -784,7 +774,7 @@ def test_a_helper_inside(make: Any) -> None:
 
 
 class Known(Optimizer):
-    """An optimizer that knows the wrapper around it."""
+    """An optimizer with a reference to the wrapper around it."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
@@ -793,7 +783,7 @@ class Known(Optimizer):
 
 
 def test_a_wrapper_that_is_known_inside() -> None:
-    """What is given is clipped, not the wrapper that it knows."""
+    """The given optimizer is clipped, not a wrapper that it references."""
     w = five()
     optimizer = Known([w])
     optimizer.owner = Combined(optimizer)
@@ -803,7 +793,7 @@ def test_a_wrapper_that_is_known_inside() -> None:
 
 
 def test_what_a_removed_rule_keeps_alive() -> None:
-    """Nothing: an optimizer is freed when it is used no more, without a collection of garbage."""
+    """A removed rule keeps no reference: an unused optimizer is freed without a collection."""
     optimizer = SGD([five()], lr=1.0)
     attach(optimizer, uc.by_global_norm(1.0, nonfinite="skip")).remove()
     alive = weakref.ref(optimizer)
@@ -826,7 +816,7 @@ HELD: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 def test_containers(held: Any) -> None:
-    """Optimizers are found in containers of containers, also where the outer groups lack them."""
+    """Optimizers are found in nested containers, also if the outer groups lack them."""
     one, other = both()
     outer = Wrapper(SGD([one], lr=1.0))
     second = SGD([other], lr=1.0)
@@ -838,7 +828,7 @@ def test_containers(held: Any) -> None:
 
 
 def test_optimizers_that_take_turns() -> None:
-    """Two may have the same parameters; an attribute may point to the one that steps."""
+    """Two optimizers may share parameters, and an attribute may point to the one that steps."""
     w = five()
     outer = Plain(SGD([w], lr=1.0), Adam([w], lr=1.0))
     outer.step = lambda: (vars(outer).update(active=outer.optimizers[0]), outer.active.step())
@@ -849,7 +839,7 @@ def test_optimizers_that_take_turns() -> None:
 
 
 def test_optimizers_that_alternate() -> None:
-    """One may wait for its turn while its gradients are 0."""
+    """An optimizer may wait for its turn while its gradients are 0."""
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
     turns = iter(outer.optimizers)
@@ -878,7 +868,10 @@ class Switches(Combined):
 
 
 def test_a_wrapper_that_moves_parameters_itself() -> None:
-    """Nothing clips for it, so it raises; one that waits, to accumulate gradients, is right."""
+    """A wrapper that moves parameters itself raises, since nothing clips.
+
+    A wrapper that waits, to accumulate gradients, does not.
+    """
     w = five()
     optimizer = Switches(SGD([w], lr=1.0))
     attach(optimizer, uc.by_global_norm(1.0))
@@ -892,7 +885,7 @@ def test_a_wrapper_that_moves_parameters_itself() -> None:
 
 @pytest.mark.parametrize("make", [SGD, Moves])
 def test_a_scheduler_and_a_first_step_that_is_skipped(make: Any) -> None:
-    """The scheduler does not warn that no step came before it."""
+    """A scheduler does not warn after a skipped first step."""
     w = five()
     optimizer = make([w], lr=1.0)
     scheduler = StepLR(optimizer, 1)
@@ -903,15 +896,17 @@ def test_a_scheduler_and_a_first_step_that_is_skipped(make: Any) -> None:
 
 
 def test_a_step_that_was_kept() -> None:
-    """A wrapper that runs the step of before the rule is clipped by hooks; after a step that failed
-    an inner one by itself is refused as ever.
+    """A wrapper that calls a ``step`` saved before the rule is clipped by hooks.
+
+    After a failed step, a direct inner one is still refused.
     """
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
     kept = outer.step
     handle = attach(outer, uc.by_global_norm(1.0))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    outer.step = kept  # as Accelerate does, whose scaler then steps the outer one
+    # Accelerate does this; its scaler then steps the outer optimizer.
+    outer.step = kept
     one.grad, other.grad = 1024 * ONE, 1024 * OTHER
     scaler.scale(torch.zeros(()))
     scaler.step(outer)
@@ -927,7 +922,7 @@ def test_a_step_that_was_kept() -> None:
 
 
 class ByScaler(Combined):
-    """One whose step lets a loss scale step each optimizer."""
+    """A combination whose step lets a loss scale step each optimizer."""
 
     def step(self, scaler: Any = None) -> None:
         for one in self.optimizers:
@@ -936,7 +931,7 @@ class ByScaler(Combined):
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
 def test_a_scaler_inside_of_a_step(options: dict[str, Any]) -> None:
-    """It divides the gradients after they were clipped: refused before a parameter moves."""
+    """A scaler inside a step divides clipped gradients, so it is refused before any move."""
     model = torch.nn.Linear(2, 1)
     outer = ByScaler(*(SGD([p], lr=1.0, **options) for p in model.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -949,7 +944,7 @@ def test_a_scaler_inside_of_a_step(options: dict[str, Any]) -> None:
 
 
 def test_a_refused_attach_changes_nothing() -> None:
-    """Of what cannot be attached to, the optimizers inside have no hooks; a frozen one can."""
+    """A refused attach leaves no hooks on inner optimizers; a frozen one can be attached to."""
     inner = SGD([five()], lr=1.0)
     groups = property(lambda self: self.inner.param_groups)
     slots = type(
@@ -985,14 +980,14 @@ def test_a_refused_attach_changes_nothing() -> None:
 
 
 class Container(Combined, Stateful):
-    """One that is also a ``Stateful`` of ``torch.distributed.checkpoint``, as torchtitan's is."""
+    """A combination that is a ``Stateful`` of ``torch.distributed.checkpoint``."""
 
     def state_dict(self) -> Any:
         return [one.state_dict() for one in self.optimizers]
 
 
 def test_another_base_class_of_pytorch() -> None:
-    """It is no optimizer of PyTorch's own, so those inside are watched."""
+    """Another base class of PyTorch does not make an optimizer, so the inner ones are watched."""
     one, other = both()
     outer = Container(SGD([one], lr=1.0), SGD([other], lr=1.0))
     with pytest.warns(UserWarning, match="handle.state_dict"):

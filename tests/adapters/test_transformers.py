@@ -1,6 +1,4 @@
-"""The callback for the Trainer of Hugging Face: what is the Trainer's own,
-beside the contract of all adapters.
-"""
+"""The callback for Hugging Face's Trainer: what is special to the Trainer, besides the contract."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from uniclip import insight
 from uniclip.integrations.torch import attach
 from uniclip.integrations.transformers import ClipGradients, ClippedTrainer
 
-# The number of steps is given, since the batches come as a stream.
+# The number of steps is fixed, since the batches are a stream.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:max_steps is given, it will override any value given in num_train"
 )
@@ -50,7 +48,7 @@ BATCHES = [batch for batch in batches() if np.isfinite(batch.targets).all()]
 
 
 class Feeding(Trainer):
-    """A Trainer whose loader is given."""
+    """A Trainer with a given loader."""
 
     def __init__(
         self, folder: Path, loader: Any, *callbacks: Any, make: Any = sgd, **options: Any
@@ -73,18 +71,18 @@ class Feeding(Trainer):
         super().__init__(net, args, train_dataset=[0], callbacks=list(callbacks), optimizers=given)
 
     def get_train_dataloader(self) -> Any:
-        """Return it."""
+        """Return the given loader."""
         return self.loader
 
     def logged(self, name: str) -> list[float]:
-        """Return what was logged under a name."""
+        """Return the logged values of a name."""
         return [entry[name] for entry in self.state.log_history if name in entry]
 
 
 def train(
     folder: Path, of: list[Batch], *callbacks: Any, resume: Any = None, **options: Any
 ) -> Feeding:
-    """Train once on the batches, and return the trainer."""
+    """Train on the batches once, and return the trainer."""
     steps = len(of) // options.get("gradient_accumulation_steps", 1)
     made = Feeding(
         folder, [tensors(batch) for batch in of], *callbacks, **{"max_steps": steps, **options}
@@ -94,21 +92,18 @@ def train(
 
 
 class Trained(Looping):
-    """A training that goes from batch to batch."""
+    """A training that is controlled batch by batch."""
 
     recorded = "transformers"
     takes = frozenset({"scalars", "record", "save", "memory", "micro", "bits"})
     left_out = frozenset({"zero", "by_value", "agc"})
-    """Where one gradient is NaN, the Trainer makes all of them NaN.
-
-    These rules would have healthy ones.
-    """
+    """Rules that keep the finite gradients; the Trainer makes all NaN if one of them is."""
     folder: ClassVar[Path]
 
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
     ) -> None:
-        """Make the trainer, which begins with the first batch or a checkpoint."""
+        """Create the trainer, which starts with the first batch or from a checkpoint."""
         self.micro = micro
         self.callback = None if rule is None else ClipGradients(rule, record=record)
         callbacks = [] if self.callback is None else [self.callback]
@@ -129,7 +124,7 @@ class Trained(Looping):
         return self.trainer.optimizer
 
     def scalars(self) -> dict[str, float]:
-        """Return what was logged, which is of one step; the largest norm is that of a window."""
+        """Return the logged values of one step; the largest norm is that of a window."""
         found = self.trainer.state.log_history[-1].items()
         return {
             name: value
@@ -141,26 +136,25 @@ class Trained(Looping):
         """Do nothing: the Trainer has saved the 4th step."""
 
     def load(self, folder: Path) -> None:
-        """Begin from the checkpoint."""
+        """Start from the checkpoint."""
         self.begin(str(self.folder / "checkpoint-4"))
 
     def remembered(self) -> dict[str, Any]:
-        """Return the memory of the callback."""
+        """Return the state of the callback."""
         return short(self.callback.state_dict())
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give it a memory, which it goes on from when it begins."""
+        """Load a state, which the callback uses when it begins."""
         self.callback.load_state_dict(long(saved))
         self.begin()
 
 
 @pytest.fixture(autouse=True)
 def _end(tmp_path: Path) -> Iterator[None]:
-    """End the trainings that a check leaves, and undo what Accelerate keeps for the
-    whole process.
-    """
+    """End the trainings that a check leaves running, and reset the state of Accelerate."""
     Trained.folder = tmp_path / "trainer"
-    gc.freeze()  # the Trainer collects garbage at the end, which takes longer than all its steps
+    # The Trainer collects garbage at the end, which takes longer than all its steps.
+    gc.freeze()
     yield
     gc.unfreeze()
     Trained.end_all()
@@ -175,7 +169,7 @@ KINDS = ("by_norm", "by_global_norm", "autoclip", "adagc", "skip", "chain")
     "rule", [uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")]
 )
 def test_several_optimizers_as_one(rule: Any, tmp_path: Path) -> None:
-    """They have one norm, and a step that is skipped is taken by none of them."""
+    """Optimizers stepped as one share a norm, and skip a step together."""
     some = batches() if rule.nonfinite == "skip" else BATCHES
     trainer = train(
         tmp_path, some, ClipGradients(rule), make=partial(joint, kind=Combined), max_grad_norm=0.0
@@ -188,14 +182,14 @@ def test_several_optimizers_as_one(rule: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check", contract(Trained, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
-    """The callback keeps the contract of all adapters."""
+    """The callback keeps the contract of all integrations."""
     check(Trained, uc, tmp_path)
 
 
 def test_other_rules(tmp_path: Path) -> None:
     """Rules with many norms, and bounds, take the steps of the loop by hand, too.
 
-    "zero" would have nothing to do.
+    "zero" would have no effect.
     """
     rule = uc.chain(uc.by_value(-0.4, 0.4), uc.agc(0.05, axis=0), uc.by_norm(0.3))
     near(
@@ -208,7 +202,7 @@ def test_other_rules(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [0.1, None])
 def test_own_option(own: float | None, tmp_path: Path) -> None:
-    """Beside a rule the Trainer's own clipping is not used, which a warning says."""
+    """With a rule the Trainer's own clipping is disabled with a warning."""
     rule, seen = uc.by_global_norm(0.5), Seeing()
     with pytest.warns(UserWarning, match="max_grad_norm=0.1") if own else nullcontext([]) as warned:
         made = train(tmp_path, BATCHES, ClipGradients(rule), seen, max_grad_norm=own)
@@ -219,24 +213,25 @@ def test_own_option(own: float | None, tmp_path: Path) -> None:
 
 
 class Seeing(TrainerCallback):
-    """Something that looks at the arguments, and sends logs away."""
+    """A callback that reads the arguments and the logs."""
 
     def __init__(self) -> None:
         self.own: list[Any] = []
         self.logs: list[set[str]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look."""
+        """Read the arguments."""
         self.own.append(args.max_grad_norm)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Take the names."""
+        """Store the names."""
         self.logs.append({name for name in logs if name.startswith("clip/")})
 
 
 def test_logs(tmp_path: Path) -> None:
-    """A log has the last step, and means and the largest norm since the one before;
-    later callbacks see it.
+    """A log has the last step, and means and the largest norm since the log before.
+
+    Later callbacks see it.
     """
     rule, after = uc.autoclip(50, window=4), Seeing()
     made = train(tmp_path, BATCHES[:6], ClipGradients(rule), after, logging_steps=3)
@@ -247,20 +242,21 @@ def test_logs(tmp_path: Path) -> None:
         found = {name: made.logged(name)[number] for name in after.logs[number]}
         assert found == pytest.approx(wanted, rel=1e-4)
     assert made.logged("clip/norm") == pytest.approx(made.logged("grad_norm"), rel=1e-4)
-    assert after.logs[2] == set()  # the summary at the end is no step's
+    # The summary at the end belongs to no step.
+    assert after.logs[2] == set()
 
 
 class Patient(EarlyStoppingCallback):
-    """A callback with a state of its own, which does not ask for evaluation here."""
+    """A callback with a state of its own, which needs no evaluation here."""
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Ask for nothing."""
+        """Skip the checks of the base class."""
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """A run goes on to the bit, with other callbacks' states and its record.
+    """A run continues bit for bit, with the states of other callbacks and with its record.
 
-    What is not the rule's state is said.
+    The state of another rule is reported.
     """
     rule, again = uc.chain(uc.autoclip(50, window=8), uc.adagc(warmup=2)), tmp_path / "checkpoint-3"
     saved = {
@@ -279,7 +275,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="a different rule"):
         trainer.train(resume_from_checkpoint=again)
-    trainer.train()  # the optimizer is free again
+    # The optimizer can be attached to again.
+    trainer.train()
     train(tmp_path / "without", BATCHES[:3], **saved)
     with pytest.warns(UserWarning, match="no state of"):
         train(
@@ -292,7 +289,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_where_a_warning_points(tmp_path: Path) -> None:
-    """Twenty skipped steps are said at the line that begins the training."""
+    """The warning about twenty skipped steps points at the line that starts the training."""
     callback = ClipGradients(uc.by_global_norm(1e-9, skip_above=1e-9))
     with pytest.warns(UserWarning, match="20 steps in a row") as seen:
         train(tmp_path, BATCHES[:5] * 4, callback)
@@ -300,9 +297,7 @@ def test_where_a_warning_points(tmp_path: Path) -> None:
 
 
 def test_train_again(tmp_path: Path) -> None:
-    """One callback serves one training after the other, after an error too,
-    and so do its copies and pickles.
-    """
+    """One callback serves several trainings, also after an error, and so do copies and pickles."""
     rule = uc.autoclip(50, window=4)
     callback, broken = ClipGradients(rule), Batch(BATCHES[0].ids, BATCHES[0].targets[:3])
     trainer = Feeding(tmp_path, [tensors(batch) for batch in (*BATCHES[:2], broken)], callback)
@@ -321,14 +316,14 @@ def test_train_again(tmp_path: Path) -> None:
 
 
 class Clipping(ClippedTrainer, Feeding):
-    """A trainer of one's own."""
+    """A custom trainer that clips."""
 
 
 class Own(Clipping):
-    """One that makes its optimizer by itself."""
+    """A trainer that creates its optimizer itself."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Create the optimizer."""
         return self.optimizer
 
 
@@ -338,9 +333,7 @@ class Own(Clipping):
 def test_the_norm_is_measured_once(
     rule: Any, measures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer logs the norm of the rule as its own,
-    and measures one itself only where the rule has none.
-    """
+    """The Trainer logs the rule's norm as its own, and measures one only if the rule has none."""
     made, calls = Clipping(tmp_path, [tensors(batch) for batch in BATCHES[:3]], rule=rule), []
     usual = type(made.accelerator).clip_grad_norm_
     counted = lambda self, *arguments: calls.append(1) or usual(self, *arguments)
@@ -354,7 +347,7 @@ def test_the_norm_is_measured_once(
 
 
 def test_names_in_the_mixin(tmp_path: Path) -> None:
-    """A trainer that clips has the names of the model, as the callback has them."""
+    """A trainer that clips uses the names of the model, like the callback."""
     rule = uc.masked(uc.by_global_norm(0.1), lambda path, leaf: path[-1] == "w")
     made = Clipping(tmp_path, [tensors(batch) for batch in BATCHES[:2]], rule=rule)
     made.train()
@@ -362,7 +355,7 @@ def test_names_in_the_mixin(tmp_path: Path) -> None:
 
 
 def test_mixin(tmp_path: Path) -> None:
-    """A trainer that clips trains as the callback does, also resumed.
+    """A trainer that clips trains like the callback, also when resumed.
 
     Its first logger sees the scalars.
     """
@@ -386,7 +379,8 @@ def test_mixin(tmp_path: Path) -> None:
     assert all("clip/norm" in names for names in first.logs[:6])
     assert first.logs[6] == set()
     made.args.max_grad_norm = 0.0
-    made.train()  # the same optimizer, which Accelerate has wrapped
+    # The same optimizer, which Accelerate has wrapped.
+    made.train()
     with pytest.raises(RuntimeError, match="create_optimizer"):
         Own(tmp_path, [tensors(BATCHES[0])], rule=rule).train()
     for wrong in (1.0, uc.Rule):
@@ -397,7 +391,7 @@ def test_mixin(tmp_path: Path) -> None:
 
 
 class InBackward(torch.optim.SGD):
-    """An optimizer that has taken the gradients by the time that it steps."""
+    """An optimizer that has consumed the gradients before it steps."""
 
     def __init__(self, net: Any) -> None:
         super().__init__(net.parameters(), lr=0.1)
@@ -406,9 +400,9 @@ class InBackward(torch.optim.SGD):
 
 
 def test_refused(tmp_path: Path) -> None:
-    """What is no rule is refused at once.
+    """A value that is no rule is refused at once.
 
-    Engines that hide gradients, and steps that nobody clips, when they begin.
+    Engines that hide gradients, and steps that nothing clips, are refused when they begin.
     """
     for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), uc.Rule):
         with pytest.raises(TypeError, match="rule"):
@@ -428,9 +422,9 @@ def test_refused(tmp_path: Path) -> None:
     "options", [{"optim": "adafactor"}, {"optim": "adamw_torch_fused"}, {"bf16": True}], ids=str
 )
 def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
-    """The Trainer's own optimizers, with groups for weight decay, are clipped as any.
+    """The Trainer's own optimizers, with groups for weight decay, are clipped like any other.
 
-    Under autocast in float32.
+    Under autocast gradients are float32.
     """
     callback = ClipGradients(uc.by_global_norm(0.01))
     made = train(
@@ -443,8 +437,9 @@ def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wide", [1, 4])
 def test_only_sound_checkpoints(wide: int, tmp_path: Path) -> None:
-    """The recipe of the page saves after steps that were taken, however often it logs:
-    the seventh is skipped.
+    """The recipe of the page saves after taken steps, however often it logs.
+
+    The seventh step is skipped.
     """
     callbacks = run_story("skip-a-step.md", "sound-transformers")["callbacks"]
     train(

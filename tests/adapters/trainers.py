@@ -1,6 +1,4 @@
-"""What the tests of the trainers share: the small model in PyTorch,
-and trainers that wait for each batch.
-"""
+"""Shared parts of the tests of trainers: the small model in PyTorch, and control batch by batch."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from kit.training import MOMENTUM, RATE, Arrays, Batch, ByHand, parts, weights
 from uniclip.saved import renamed
 
 LENGTH = 100
-"""How many batches a loader says that it has; a trainer that knows asks for none too early."""
+"""The number of batches that a loader reports; a trainer that knows it prefetches none."""
 SECONDS = 30
-"""How long a step may take."""
+"""Seconds that a step may take."""
 
 
 class Net(torch.nn.Module):
@@ -31,7 +29,7 @@ class Net(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.tensor(value)))
 
     def forward(self, ids: Any, targets: Any) -> dict[str, Any]:
-        """Look rows up, and multiply."""
+        """Look up rows, and multiply."""
         return {"loss": ((self.table[ids] @ self.w + self.b - targets) ** 2).mean()}
 
     def arrays(self) -> Arrays:
@@ -40,12 +38,12 @@ class Net(torch.nn.Module):
 
 
 def sgd(net: Any) -> Any:
-    """Return the optimizer of the training by hand, without names, as most are made."""
+    """Return the optimizer of the training by hand, without names, as most are created."""
     return torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
 def joint(net: Any, kind: Any) -> Any:
-    """Return two of these optimizers, each of some of the parameters, as one."""
+    """Return two such optimizers, each of some of the parameters, stepped as one."""
     return kind(
         *(
             torch.optim.SGD(some, lr=RATE, momentum=MOMENTUM)
@@ -55,22 +53,22 @@ def joint(net: Any, kind: Any) -> Any:
 
 
 def tensors(batch: Batch) -> dict[str, Any]:
-    """Return a batch as the model takes it."""
+    """Return a batch as inputs of the model."""
     return {"ids": torch.tensor(batch.ids), "targets": torch.tensor(batch.targets)}
 
 
 def short(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a memory with the names that `kit.training` gives to the weights."""
+    """Return a state with the names that `kit.training` uses."""
     return renamed(saved, lambda name: f"['{name.split(chr(39))[1].rpartition('.')[2]}']")
 
 
 def long(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a memory with names as an optimizer of PyTorch has them: its groups are a list."""
+    """Return a state with the names of a PyTorch optimizer, whose groups are a list."""
     return renamed(saved, lambda name: f"[0]['{prefix}{name.split(chr(39))[1]}']")
 
 
 class Fed:
-    """A loader whose batches come one by one, until there is ``None``."""
+    """A loader that passes on one batch at a time, until ``None``."""
 
     def __init__(self) -> None:
         self.asked, self.given = threading.Semaphore(0), queue.SimpleQueue[Any]()
@@ -80,7 +78,7 @@ class Fed:
         return LENGTH
 
     def __iter__(self) -> Iterator[Any]:
-        """Ask for batches: by then the step before is over."""
+        """Yield batches; a request means that the step before has ended."""
         while not self.ended:
             self.asked.release()
             batch = self.given.get()
@@ -90,15 +88,16 @@ class Fed:
 
 
 class Handled:
-    """What adapters have that train the model by a handle of ``attach``: ``net``,
-    ``inside`` and ``handle``.
+    """A base class of integrations that use a handle of ``attach``.
+
+    They have ``net``, ``inside`` and ``handle``.
     """
 
     optimizer = "momentum"
     left_out = frozenset[str]()
     own_clipping: ClassVar[dict[str, Any]] = {}
     prefix = ""
-    """What the names of the weights begin with, in the model that the rule knows."""
+    """The prefix of the names of the weights in the rule's model."""
     net: Net
     inside: Any
     handle: Any
@@ -108,39 +107,40 @@ class Handled:
         return self.net.arrays()
 
     def inner(self) -> list[np.ndarray]:
-        """Return what the optimizer remembers, without what uniclip adds."""
+        """Return the state of the optimizer, without uniclip's part."""
         return [
             value.numpy().copy() for state in self.inside.state.values() for value in state.values()
         ]
 
     def scalars(self) -> dict[str, float]:
-        """Return what the handle has."""
+        """Return the scalars of the handle."""
         return {name: float(value) for name, value in self.handle.scalars().items()}
 
     def remembered(self) -> dict[str, Any]:
-        """Return the memory of the handle."""
+        """Return the state of the handle."""
         return short(self.handle.numbers())
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give it a memory."""
+        """Load a state into the handle."""
         self.handle.load_state_dict(long(saved, self.prefix))
 
 
 class Looping(Handled):
-    """What adapters have whose trainers loop by themselves: in a thread of its own,
-    which goes from batch to batch.
+    """A base class of integrations whose trainers have the loop.
+
+    The training runs in a thread that takes one batch at a time.
     """
 
     alive: ClassVar[list[Looping]] = []
-    """Those whose training has not ended."""
+    """The trainings that have not ended."""
     train: Callable[[Fed, Any], Any]
-    """Trains to the end, given a loader, and where to begin."""
+    """Trains to the end, given a loader and a place to start from."""
     fed: Fed | None = None
     error: BaseException | None = None
     micro = 1
 
     def begin(self, start: Any = None) -> None:
-        """Begin to train."""
+        """Start the training."""
         self.fed = Fed()
         self.thread = threading.Thread(target=self._run, args=(start,), daemon=True)
         self.thread.start()
@@ -169,7 +169,7 @@ class Looping(Handled):
             self._wait()
 
     def finish(self) -> None:
-        """Let the training find no more batches, and end."""
+        """Signal the end of the batches, and wait for the end of the training."""
         self.alive.remove(self)
         self.fed.given.put(None)
         self.thread.join(SECONDS)
@@ -179,13 +179,13 @@ class Looping(Handled):
 
     @classmethod
     def end_all(cls) -> None:
-        """End what a check leaves."""
+        """End the trainings that a check leaves running."""
         while cls.alive:
             cls.alive[-1].finish()
 
 
 def by_hand(rule: Any, of: list[Batch]) -> tuple[ByHand, list[dict[str, float]]]:
-    """Return the training by hand, and what its steps log."""
+    """Return the training by hand, and the logs of its steps."""
     hand, seen = ByHand(uc, rule), []
     for batch in of:
         hand.step(batch)
@@ -194,12 +194,12 @@ def by_hand(rule: Any, of: list[Batch]) -> tuple[ByHand, list[dict[str, float]]]
 
 
 def remembers(saved: dict[str, Any], clipper: uc.Clipper) -> None:
-    """Require a memory to be that of a `Clipper`."""
+    """Require a state to be that of a `Clipper`."""
     for name, value in clipper.state_dict()["state"].items():
         np.testing.assert_allclose(saved["state"][name], value, rtol=1e-4, err_msg=name)
 
 
 def near(found: Arrays, wanted: Arrays, tolerance: float = 1e-4) -> None:
-    """Require two sets of weights to be nearly the same."""
+    """Require two sets of weights to be nearly equal."""
     for name, array in wanted.items():
         np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)

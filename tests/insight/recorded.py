@@ -1,6 +1,4 @@
-"""Made-up runs of gradient clipping at 1: norms around 0.5 that fall at first,
-with spikes where they are wanted.
-"""
+"""Made-up runs of clipping at 1, with norms around 0.5 that decrease at first, and spikes."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def run(
     broken: Sequence[int] = (),
     **fields: Any,
 ) -> Record:
-    """Return a run of some steps; of those with a spike the norm is 40 times as large,
-    of broken ones it is NaN.
-    """
+    """Return a run with spikes of 40 times the usual norm, and broken steps with NaN."""
     rng, steps = np.random.default_rng(0), np.arange(1, count + 1)
     norms = 0.5 * (1 + 4 * np.exp(-10 * steps / (count + 1))) * np.exp(rng.normal(0, 0.3, count))
     norms[np.asarray(spikes, int) - 1] *= 40
@@ -58,7 +54,7 @@ def run(
 def of_norms(norms: Any, **fields: Any) -> Record:
     """Return a run with these norms and no limit.
 
-    A norm that is not finite is one of a step that is not.
+    A non-finite norm makes its step non-finite.
     """
     norms = np.asarray(norms, np.float64)
     count, finite = len(norms), np.isfinite(norms)
@@ -78,7 +74,7 @@ def nothing() -> Record:
 
 
 def write(record: Record, path: Path) -> Path:
-    """Write what the recorder writes of a run, without its leaves."""
+    """Write a file as the recorder does, without the norms of leaves."""
     lines = [json.dumps({"uniclip": 1, "rule": record.rule})]
     for index, step in enumerate(record.steps):
         columns = {

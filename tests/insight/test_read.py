@@ -1,4 +1,4 @@
-"""Recorded runs are read from the recorder's file."""
+"""Reading the file of a recorder."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def file(path: Path, *lines: Any, end: str = "\n") -> Path:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return where a file may be written."""
+    """Return the path of a file that may be written."""
     return tmp_path / "run.jsonl"
 
 
 def same(array: Any, values: list[Any], dtype: Any = np.float64) -> bool:
-    """Whether an array has these values, NaN equal to NaN, and the dtype."""
+    """Return whether an array has these values and the dtype; NaN equals NaN."""
     wanted = np.asarray(values, dtype)
     return array.dtype == dtype and np.array_equal(array, wanted, equal_nan=dtype is np.float64)
 
@@ -61,7 +61,8 @@ def same(array: Any, values: list[Any], dtype: Any = np.float64) -> bool:
 def test_columns(path: Path) -> None:
     """Each key is a column.
 
-    What a line lacks is NaN, a limit that nothing reaches and a loss that was none are ∞.
+    A missing value is NaN. The limit of an unclipped step, and the loss of a step without one, are
+    ∞.
     """
     record = read(str(file(path, HEADER, *LINES)))
     nan, inf = math.nan, math.inf
@@ -82,9 +83,7 @@ def test_columns(path: Path) -> None:
 
 
 def test_leaves(path: Path) -> None:
-    """Norms of leaves are there at the steps where they were recorded, by their names,
-    whatever these hold.
-    """
+    """Norms of leaves are at the steps where they were recorded, under any name."""
     labels = ["a\u2028b", "c\u0085d\u2029"]
     rows = [
         {"step": 1, "leaves": {labels[0]: 3.0, labels[1]: None}},
@@ -99,14 +98,14 @@ def test_leaves(path: Path) -> None:
 
 @pytest.mark.parametrize("end", [b'{"step": 5, "no', b"\0\0", b'{"step": 6, "\xc3', b"\n\r\n"])
 def test_torn(path: Path, end: bytes) -> None:
-    """A torn last line is left out, whatever it ends with."""
+    """A truncated last line is ignored, whatever it ends with."""
     file(path, HEADER, *LINES)
     path.write_bytes(path.read_bytes() + end)
     assert read(path).steps.tolist() == [1, 2, 3, 4]
 
 
 def test_a_later_header(path: Path) -> None:
-    """A run that goes on with another rule has its name."""
+    """A run that is resumed with another rule has the name of that rule."""
     assert (
         read(file(path, HEADER, LINES[0], {"uniclip": 1, "rule": "uc.zclip()"}, LINES[1])).rule
         == "uc.zclip()"
@@ -137,7 +136,7 @@ def test_empty(path: Path, text: str) -> None:
     ],
 )
 def test_refused(path: Path, content: bytes, what: str) -> None:
-    """A file of another kind, a newer or a damaged one is refused by its name."""
+    """Files of another format, a newer version, or with damage are refused by name."""
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"run\.jsonl {what}"):
         read(path)

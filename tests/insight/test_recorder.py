@@ -1,4 +1,4 @@
-"""The file of a recorder: when it is written, what is lost, and where a run goes on."""
+"""The recorder: when it writes its file, what a crash loses, and where a run resumes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def steps(path: Path) -> list[int]:
 
 
 def test_header_and_lines(tmp_path: Path) -> None:
-    """The header names the rule; a line is short, and has no key without a value."""
+    """The header names the rule; lines are short, and have no keys without a value."""
     path = tmp_path / "run.jsonl"
     with Recorder(path, every=2, rule=uc.by_norm(1.0, ord=1)) as record:
         record(report_of(3.0, uc.by_norm(1.0, ord=1)), loss=0.5)
@@ -65,7 +65,7 @@ def test_header_and_lines(tmp_path: Path) -> None:
 
 
 def test_a_function_gets_the_rows() -> None:
-    """It gets what a logger shows, a window at a time, with NaN where the file has null."""
+    """A function gets the scalars in windows, with NaN where the file has null."""
     rows: list[dict[str, Any]] = []
     with Recorder(
         rows.append, every=2, leaves="all", params={"a": np.ones(2), "b": np.ones(1)}
@@ -118,9 +118,9 @@ def test_is_written_once_for_a_window(tmp_path: Path) -> None:
     ids=["end", "error", "exit", "kill", "fork"],
 )
 def test_what_is_lost(end: str, last: int, tmp_path: Path) -> None:
-    """All is written when a program ends, also by an error, and once.
+    """Everything is written once when a program ends, also by an error.
 
-    One that is killed loses at most a window.
+    A killed program loses at most a window.
     """
     path = tmp_path / "run.jsonl"
     done = subprocess.run(
@@ -138,7 +138,7 @@ def test_what_is_lost(end: str, last: int, tmp_path: Path) -> None:
 
 
 def test_an_error_inside_of_with_is_not_hidden(tmp_path: Path) -> None:
-    """What was recorded before it is written."""
+    """An error inside of ``with`` passes, and the steps before it are written."""
 
     def train() -> None:
         with Recorder(tmp_path / "run.jsonl") as record:
@@ -151,7 +151,7 @@ def test_an_error_inside_of_with_is_not_hidden(tmp_path: Path) -> None:
 
 
 def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Lines from the resumed step on are dropped, and so is a torn one at the end."""
+    """On resuming, lines from that step on are dropped, and so is a truncated last line."""
     path = tmp_path / "run.jsonl"
     with Recorder(path, rule=RULE) as record:
         for _ in range(9):
@@ -164,7 +164,8 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         record(report_of(6.0))
     assert steps(path) == list(range(1, 9))
     assert [row["norm"] for row in lines(path)[1:]] == [2.0] * 6 + [5.0, 6.0]
-    with Recorder(path, rule=uc.by_global_norm(2.0)) as record:  # another rule says so
+    # The file must contain the new rule.
+    with Recorder(path, rule=uc.by_global_norm(2.0)) as record:
         record(report_of(7.0), step=9)
     rules = [row["rule"] for row in lines(path) if "uniclip" in row]
     assert rules == ["uc.by_global_norm(1.0)", "uc.by_global_norm(2.0)"]
@@ -175,7 +176,7 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     "text", ["hello\n", "", '{"a": 1}\n', '{"uniclip": 1}\n{"step": 1, "norm": 2.0}\n']
 )
 def test_other_files_are_kept(text: str, tmp_path: Path) -> None:
-    """A new run renames what there was, whatever it is, before it writes."""
+    """A new run first renames an existing file, whatever it contains."""
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     for number in ("", "2"):
@@ -187,7 +188,7 @@ def test_other_files_are_kept(text: str, tmp_path: Path) -> None:
 
 
 def test_values_are_those_of_their_step(tmp_path: Path) -> None:
-    """An array that is written over later has been copied."""
+    """An array that is overwritten after recording has been copied."""
     total, rows = np.zeros(()), np.zeros(2)
     with Recorder(tmp_path / "run.jsonl", leaves="all") as record:
         for _ in range(3):
@@ -200,7 +201,7 @@ def test_values_are_those_of_their_step(tmp_path: Path) -> None:
 
 
 def test_a_refused_call_leaves_no_trace(tmp_path: Path) -> None:
-    """It takes no number, and the loss waits for the next step."""
+    """A refused call takes no step number, and keeps the loss for the next step."""
     with Recorder(tmp_path / "run.jsonl") as record:
         record.loss = 0.5
         for value in (1j, np.ones(2), "high", np.asarray("high"), 10**400, object()):
@@ -212,7 +213,10 @@ def test_a_refused_call_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """A training goes on without a record, and says so once; who asks to write is told."""
+    """Training continues without a record if the folder is gone, after one warning.
+
+    An explicit flush raises.
+    """
     (tmp_path / "sub").mkdir()
     record = Recorder(tmp_path / "sub" / "run.jsonl", every=2)
     (tmp_path / "sub").rmdir()
@@ -249,9 +253,9 @@ def test_leaves(tmp_path: Path) -> None:
 
 
 def test_copies_write_nothing_twice(tmp_path: Path) -> None:
-    """A copy, and what a pickle holds, has no steps that wait.
+    """A copy, and a pickle, contain no pending steps.
 
-    It can record where the other does not.
+    They can record to the file after the original has ended.
     """
     record = Recorder(tmp_path / "run.jsonl", every=5, rule=RULE)
     record(report_of(2.0))
@@ -316,7 +320,7 @@ def test_threads(tmp_path: Path) -> None:
 def test_wrong_arguments_of_a_call(
     call: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    """Each is refused by name; what was recorded before stays."""
+    """Wrong arguments are refused by name, and pending steps are kept."""
     with Recorder(tmp_path / "run.jsonl") as record:
         record(report_of(1.0), step=3)
         with pytest.raises(error, match=message):
@@ -342,19 +346,17 @@ def test_wrong_arguments_of_a_call(
 def test_wrong_arguments(
     arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    """Each is refused by name, before any step."""
+    """Wrong arguments are refused by name, before any step."""
     with pytest.raises(error, match=message):
         Recorder(**{"to": tmp_path / "run.jsonl", **arguments})
 
 
 NAMES = ("norm", "limit", "threshold", "factor", "share", "skipped")
-"""What a line calls what `uniclip.Report.scalars` calls ``clip/norm`` and so on."""
+"""The keys of a line, for the scalars ``clip/norm`` and so on of `uniclip.Report.scalars`."""
 
 
 def test_a_line_is_what_a_logger_shows(framework: Framework, tmp_path: Path) -> None:
-    """Each line holds the scalars of its report, whatever the rule,
-    or says that they are not finite.
-    """
+    """Each line contains the scalars of its report for every rule, or marks non-finite ones."""
     array = lambda tree: mapped(framework.array, tree)
     params = array(rules.params())
     some = {
@@ -387,9 +389,7 @@ def test_a_line_is_what_a_logger_shows(framework: Framework, tmp_path: Path) -> 
 
 
 def test_norms_of_leaves(framework: Framework) -> None:
-    """``leaf_norms`` returns the norm of each leaf, whatever their range,
-    and 0 for an absent one.
-    """
+    """``leaf_norms`` returns the norm of each leaf, of any magnitude, and 0 for an absent one."""
     values = {"a": [3e30, 4e30], "b": [3.0, 4.0], "d": [3e-30, 4e-30]}
     found = insight.leaf_norms(
         {name: framework.array(value) for name, value in values.items()} | {"c": None}
@@ -399,7 +399,7 @@ def test_norms_of_leaves(framework: Framework) -> None:
 
 @pytest.mark.only("jax")
 def test_what_is_donated_later(framework: Framework, tmp_path: Path) -> None:
-    """Scalars are copied: the next step of compiled code may write over their memory."""
+    """Scalars are copied, since the next step of compiled code may reuse their buffers."""
     import jax
 
     def step(last: Any, grads: Any) -> Any:
@@ -420,7 +420,7 @@ def test_what_is_donated_later(framework: Framework, tmp_path: Path) -> None:
 
 @pytest.mark.needs("optax")
 def test_a_state_that_is_donated(tmp_path: Path) -> None:
-    """The scalars of an optimizer's state are recorded, although the next step takes its memory."""
+    """The scalars of an optimizer's state are recorded, although the next step donates it."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -444,9 +444,7 @@ def test_a_state_that_is_donated(tmp_path: Path) -> None:
 
 @pytest.mark.needs("torch")
 def test_no_graph_is_held() -> None:
-    """What waits holds no derivatives: a gradient that was clipped is free,
-    although its step is not yet written.
-    """
+    """Pending steps keep no graph alive, so clipped gradients are freed at once."""
     import gc
     import weakref
 
@@ -466,7 +464,7 @@ def test_no_graph_is_held() -> None:
 
 @pytest.mark.needs("jax")
 def test_reports_of_many_steps() -> None:
-    """They are refused, and nothing that waits is lost."""
+    """Reports of many steps are refused, and pending steps are kept."""
     import jax
     import jax.numpy as jnp
 
@@ -483,7 +481,7 @@ def test_reports_of_many_steps() -> None:
 
 
 def test_two_recorders_of_one_file(tmp_path: Path) -> None:
-    """The steps that are read ascend; a file that is deleted in between is begun anew."""
+    """Two recorders of one file write ascending steps, and start again if it is deleted."""
     first, second = (Recorder(tmp_path / "run.jsonl", every=1) for _ in range(2))
     first(report_of(1.0))
     for step in (2, 3, 4):
@@ -498,7 +496,7 @@ def test_two_recorders_of_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.needs("jax")
 def test_steps_of_a_scan() -> None:
-    """A scan stacks the scalars of its steps; they are recorded as if one after the other."""
+    """The stacked scalars of a scan are recorded as one step after the other."""
     import jax
     import jax.numpy as jnp
 
@@ -531,7 +529,7 @@ def test_steps_of_a_scan() -> None:
 
 
 def test_a_file_that_is_read_while_it_is_recorded(tmp_path: Path) -> None:
-    """All steps are there: a recorder of this program writes those that it keeps."""
+    """A reader sees all steps, since a recorder of the same program flushes first."""
     path = tmp_path / "run.jsonl"
     record = Recorder(path)
     for size in 1.0, 2.0, 3.0:

@@ -1,4 +1,4 @@
-"""Replaying a rule on recorded norms does what the rule does on gradients with these norms."""
+"""A replay of a rule on recorded norms equals the rule on gradients with these norms."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BY_NORMS = {
 
 
 def gradients(*, spoiled: bool) -> list[list[Any]]:
-    """Return the gradients of some steps, of sizes that drift and jump.
+    """Return the gradients of some steps, of magnitudes that drift and jump.
 
-    Some of them absent, and not finite.
+    Some of them are absent, and some are not finite.
     """
     rng = np.random.default_rng(0)
     sizes = np.exp(0.3 * rng.normal(size=(STEPS, 3)) + 0.5 * np.sin(np.arange(STEPS) / 40)[:, None])
@@ -52,9 +52,7 @@ def gradients(*, spoiled: bool) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", sorted(BY_NORMS))
 def test_exact(name: str) -> None:
-    """Every rule that norms determine does in a replay what it did,
-    at steps that are not finite, too.
-    """
+    """Every rule that norms determine has the same results in a replay, NaN included."""
     rule: Any = RULES[name]
     steps, losses = gradients(spoiled=rule.nonfinite != "zero"), 1 + 0.1 * np.sin(np.arange(STEPS))
     losses[100], losses[30] = 50.0, math.nan
@@ -74,21 +72,21 @@ def test_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - WHOLE))
 def test_refused(name: str) -> None:
-    """What norms of whole leaves do not determine is refused."""
+    """Rules that need more than the norms of whole leaves are refused."""
     with pytest.raises(TypeError, match=r"rule must be a uc\.Rule with one norm"):
         replay(np.ones(3), RULES[name])
 
 
 def test_parameters_are_missing() -> None:
-    """A rule that looks at the parameters says so."""
+    """A rule that reads the parameters raises an error that says so."""
     with pytest.raises(ValueError, match="params"):
         replay(np.ones((3, 2)), uc.larc(0.1))
 
 
 def test_edges() -> None:
-    """Nothing has an empty replay.
+    """No steps have an empty replay.
 
-    Limits are ∞ where nothing limits; a rule that raises says when.
+    Limits are ∞ where nothing is limited, and a rule that raises reports the step.
     """
     assert replay([], uc.zclip()).factors.shape == (0,)
     assert replay(np.ones((0, 3)), uc.by_norm(1.0)).factors.shape == (0, 3)

@@ -1,4 +1,4 @@
-"""Pictures and pages of recorded runs, and the command that shows them."""
+"""Figures and pages of recorded runs, and the command that shows them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(*arguments: str | Path) -> int:
         monkeypatch.setattr(sys, "argv", ["uniclip", *map(str, arguments)])
-        monkeypatch.delitem(sys.modules, f"{uc.__name__}.__main__", raising=False)  # or runpy warns
+        # An imported module would make `runpy` warn.
+        monkeypatch.delitem(sys.modules, f"{uc.__name__}.__main__", raising=False)
         with pytest.raises(SystemExit) as left:
             runpy.run_module("uniclip", run_name="__main__")
         return int(left.value.code or 0)
@@ -84,21 +85,19 @@ def contrast(first: Any, second: Any) -> float:
 
 
 def texts(ax: Any) -> list[str]:
-    """Return what is written beside the points of a panel."""
+    """Return the labels of points in a panel."""
     return [text.get_text().strip() for text in ax.texts if text.get_transform() != ax.transAxes]
 
 
 def strips(ax: Any) -> dict[str, Any]:
-    """Return how much of each strip is drawn in each column, by its label."""
+    """Return the drawn share of each strip in each column, by its label."""
     (strip,) = [child for child in ax.child_axes if child.images]
     names = [label.get_text() for label in strip.get_yticklabels()]
     return dict(zip(names, strip.images[0].get_array()[..., 3], strict=True))
 
 
 def test_no_spike_is_lost_in_a_long_run() -> None:
-    """Of 100,000 steps the picture shows the largest norm, near its step, and the smallest,
-    and names the spike.
-    """
+    """The figure of 100,000 steps shows the largest and smallest norms, and labels the spike."""
     record = recorded.run(100_000)
     record.norms[777], record.norms[10] = 1e4, 1e-4
     ax = plot(record, Figure().subplots())
@@ -111,8 +110,9 @@ def test_no_spike_is_lost_in_a_long_run() -> None:
 
 
 def test_steps_are_shown() -> None:
-    """Clipped, skipped and broken steps have strips of their own, the limit is a line,
-    spikes have step and leaf.
+    """Clipped, skipped and broken steps have strips of their own.
+
+    The limit is a line, and spikes are labeled with step and leaf.
     """
     record = recorded.run(150, 3, spikes=[100, 120], broken=[60, 61])
     record.skipped[119] = True
@@ -132,9 +132,7 @@ def test_steps_are_shown() -> None:
 
 
 def test_lines_are_named_beside_their_ends() -> None:
-    """Those of which there are any: norm, limit or threshold,
-    and the bound above which steps are skipped.
-    """
+    """Lines are labeled beside their ends: norm, limit or threshold, and the bound of skipping."""
     skipping = recorded.run(
         60, skipped=np.arange(60) == 30, rule="uc.by_global_norm(1.0, skip_above=4.0)"
     )
@@ -151,24 +149,25 @@ def test_lines_are_named_beside_their_ends() -> None:
 
 
 def test_lines_that_end_at_one_place() -> None:
-    """As where the last norm is the limit."""
+    """Labels are distinct where lines end at one place, such as norm and limit."""
     record = recorded.run(3, norms=np.asarray([0.5, 2.0, 1.0]))
     assert {"norm", "limit"} <= lines(plot(record, Figure().subplots())).keys()
 
 
 def test_names_of_spikes_cross_no_other() -> None:
-    """Where several are near they are in rows."""
+    """Labels of nearby spikes are stacked in rows."""
     record = recorded.run(1000, 3, spikes=[500, 520, 540, 900, 990])
     ax = plot(record, Figure(figsize=(9, 4)).subplots())
     named = [text for text in ax.texts if text.get_transform() != ax.transAxes]
     ax.figure.savefig(io.BytesIO())
-    boxes = [Text.get_window_extent(text) for text in named]  # without their lines
+    # Without their connecting lines.
+    boxes = [Text.get_window_extent(text) for text in named]
     assert len(boxes) == 5
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_in_given_axes() -> None:
-    """With ``ax`` pyplot and the settings of matplotlib are left alone."""
+    """With ``ax``, neither pyplot nor the settings of matplotlib change."""
     ax, before = Figure().subplots(), dict(mpl.rcParams)
     assert plot(recorded.run(50), ax) is ax
     assert ax.figure.axes == [ax]
@@ -178,7 +177,7 @@ def test_in_given_axes() -> None:
 
 @pytest.mark.parametrize(("style", "paper"), [("default", "white"), ("dark_background", "black")])
 def test_light_and_dark(style: str, paper: str) -> None:
-    """All that is drawn, and all text, has a contrast of 3 at least."""
+    """All lines and texts have a contrast of at least 3."""
     record = recorded.run(200, leaves=3, broken=[20], skipped=np.arange(200) == 150)
     with plt.style.context(style):
         ax = plot(record)
@@ -191,7 +190,7 @@ def test_light_and_dark(style: str, paper: str) -> None:
 def test_odd_runs(
     record: Any, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run of which there is little to show is drawn, summed up and has a page all the same."""
+    """A run with little to show still has a figure, a summary and a page."""
     plot(record).figure.canvas.draw()
     file, page = recorded.write(record, tmp_path / "run.jsonl"), tmp_path / "run.html"
     assert command(file, "-o", page) == 0
@@ -204,20 +203,20 @@ def test_odd_runs(
     [(plot, ({"norm": [1.0]},)), (summary, ({"norm": [1.0]},)), (plot, (recorded.run(5), 3))],
 )
 def test_wrong_arguments(show: Any, arguments: Any) -> None:
-    """What is no record or no axes is named."""
+    """Arguments that are no record or no axes are refused by name."""
     with pytest.raises(TypeError, match=r"^(record|ax) must be "):
         show(*arguments)
 
 
 def test_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib the error says how to install it."""
+    """Without matplotlib, the error explains how to install it."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install .*\[insight\]"):
         plot(recorded.run(5))
 
 
 class Elements(HTMLParser):
-    """The elements of a page; refuses those that are not closed, or closed in another order."""
+    """The elements of a page; refuses unclosed or wrongly nested ones."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -245,9 +244,7 @@ class Elements(HTMLParser):
 
 
 def test_a_page_needs_nothing_else(tmp_path: Path, command: Any) -> None:
-    """Nothing runs and nothing is fetched, labels are shown as they are,
-    and long runs have small pages.
-    """
+    """A page runs and fetches nothing, escapes labels, and stays small for long runs."""
     labels = ['<script>alert("1")</script>', 'a" id="b', "$\\frac{$ & <i>"]
     params = {label: np.ones(1) for label in labels}
     rule = uc.by_global_norm(1.0, curve=uc.curves.Regularized(0.5))
@@ -284,7 +281,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path, command: Any) -> None:
 
 
 def test_the_module_is_a_command(file: Path) -> None:
-    """``python -m uniclip`` prints the summary of a run; without one it says how to call it."""
+    """``python -m uniclip`` prints the summary of a run, and its usage without one."""
     line = [sys.executable, "-m", "uniclip"]
     done = subprocess.run([*line, str(file)], check=True, capture_output=True, text=True)
     assert done.stdout == summary(read(file)) + "\n"
@@ -294,9 +291,7 @@ def test_the_module_is_a_command(file: Path) -> None:
 
 
 def test_a_summary() -> None:
-    """It has the numbers that are in the record,
-    and limits that do not depend on where the norms are.
-    """
+    """The summary has the numbers of the record, and limits that scale with the norms."""
     record = recorded.run(400, 2, spikes=[300], broken=[100])
     text = summary(record)
     finite = np.isfinite(record.norms)
@@ -335,7 +330,7 @@ FIRST = {
     "never clipped: the largest norm is 0.1 times the limit": recorded.run(
         60, norms=np.arange(60) % 3 / 2, limits=np.full(60, 10.0), shares=np.zeros(60)
     ),
-    "50 of 60 steps skipped, the last 50 in a row": recorded.run(  # not for a bound
+    "50 of 60 steps skipped, the last 50 in a row": recorded.run(  # skipped as non-finite
         60,
         norms=np.full(60, 5.0),
         limits=np.ones(60),
@@ -371,13 +366,14 @@ FIRST = {
 
 @pytest.mark.parametrize("line", FIRST)
 def test_a_summary_begins_with_what_stands_out(line: str) -> None:
-    """What is wrong with a run comes first; else what the limit is to it."""
+    """The summary begins with the fault of a run, else with the effect of the limit."""
     assert summary(FIRST[line]).splitlines()[0] == line
 
 
 def test_what_a_summary_advises() -> None:
-    """Three limits, and 1 where it would clip; of one that skipped its steps another bound;
-    of learned limits none.
+    """The summary suggests three limits, and 1 if that would clip.
+
+    It suggests another bound for a run that skips its steps, and nothing for an adaptive limit.
     """
     record = recorded.run(60, norms=np.full(60, 0.3), limits=np.ones(60), shares=np.zeros(60))
     assert (
@@ -401,8 +397,9 @@ def test_what_a_summary_advises() -> None:
 
 
 def test_a_row_of_spikes_is_one() -> None:
-    """What is listed is the first step of a level that stays,
-    the large one of a spike that grows, and NaN.
+    """Consecutive spikes are listed once.
+
+    These are the first step of a new level, the largest step of a growing spike, and NaN.
     """
     level = np.where(np.arange(200) < 120, 1.0, 900.0)
     assert "1 spike:\n  step 121: 900 times the median\n" in summary(recorded.run(200, norms=level))
@@ -420,15 +417,16 @@ def test_a_row_of_spikes_is_one() -> None:
 
 
 def test_a_rule_that_is_not_known() -> None:
-    """Where nobody told the recorder the rule, the summary names its limit, if there is one."""
+    """Without a known rule, the summary names the limit, if there is one."""
     record = recorded.run(20, rule="", limits=np.full(20, 0.5))
     assert ", unknown rule with limit 0.5: " in summary(record)
     assert ", unknown rule: " in summary(record._replace(limits=np.arange(1.0, 21.0)))
 
 
 def test_bounds_of_runs_that_skip() -> None:
-    """They are in the text of the rule; where they are the limits, or the thresholds,
-    there is no other line.
+    """Bounds of skipping are in the text of the rule.
+
+    They have no line of their own where they are the limits or thresholds.
     """
     skipped, levels = np.arange(60) == 30, np.full(60, 3.0)
     for rule, bounds in {
@@ -454,7 +452,7 @@ def test_bounds_of_runs_that_skip() -> None:
 
 
 def test_steps_in_a_row_that_are_not_finite() -> None:
-    """Only the first is listed, so that the spike before them is seen."""
+    """Only the first of consecutive non-finite steps is listed, after the spike before it."""
     text = summary(recorded.run(200, spikes=[95], broken=range(101, 201)))
     assert [line.split(":")[0] for line in text.splitlines() if line.startswith("  ")] == [
         "  step 101",
@@ -463,8 +461,9 @@ def test_steps_in_a_row_that_are_not_finite() -> None:
 
 
 def test_what_a_summary_counts_as_clipped() -> None:
-    """Neither skipped steps nor those that are not finite are;
-    of several norms it also says how many were.
+    """Skipped and non-finite steps do not count as clipped.
+
+    For several norms the summary also states the clipped share of them.
     """
     skipped, shares = np.arange(20) < 12, np.where(np.arange(20) < 12, 1.0, 0.0)
     record = recorded.run(
@@ -477,7 +476,7 @@ def test_what_a_summary_counts_as_clipped() -> None:
 
 @pytest.mark.parametrize("name", ["run.html", "run.svg", "run.png", "run.pdf"])
 def test_what_is_written(name: str, file: Path, tmp_path: Path, command: Any) -> None:
-    """The end of the name says what; a file that is there is replaced."""
+    """The suffix of a name determines the format, and an existing file is replaced."""
     beginnings = {".html": b"<!DOCTYPE", ".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
     path = tmp_path / name
     path.write_text("old")
@@ -491,7 +490,7 @@ def test_what_is_written(name: str, file: Path, tmp_path: Path, command: Any) ->
 def test_a_file_that_is_no_record(
     content: str | None, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing or damaged file is named in one line, and the status is 2."""
+    """A missing or damaged file is named in one line, with exit status 2."""
     path = tmp_path / "other.jsonl"
     if content is not None:
         path.write_text(content, encoding="utf-8")
@@ -505,7 +504,7 @@ def test_a_file_that_is_no_record(
 def test_a_file_that_cannot_be_written(
     page: str, file: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named, the status is 2, and the run stays as it was."""
+    """A file that cannot be written is named, with exit status 2, and the run is unchanged."""
     before = file.read_bytes()
     assert command(file, "-o", file.parent / page) == 2
     shown = capsys.readouterr()
@@ -517,7 +516,7 @@ def test_a_file_that_cannot_be_written(
 def test_control_characters(
     tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing in a file acts on the terminal."""
+    """Control characters of a file do not reach the terminal."""
     header = '{"uniclip": 1, "rule": "\\u001b[31mred\\u202e"}'
     rows = [
         f'{{"step": {step}, "norm": 1.0, "leaves": {{"\\u001b]0;x": 1}}}}' for step in range(1, 60)

@@ -1,4 +1,4 @@
-"""Spikes in made-up norms: what is found, and what is not."""
+"""Spikes in made-up norms: which ones are found."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FEWEST, EARLY = 20, 10
 
 
 def steps_of(record: Record, **choices: Any) -> list[int]:
-    """Return the steps that are found."""
+    """Return the steps of the spikes."""
     return [spike.step for spike in spikes(record, **choices)]
 
 
 def oracle(norms: Any, z: float, window: int) -> list[int]:
-    """Return the same by a loop over the steps."""
+    """Return the steps of the spikes by a loop over all steps."""
     found, kept = [], []
     for step, norm in enumerate(norms, 1):
         if not math.isfinite(norm):
@@ -45,7 +45,7 @@ def noisy(seed: int, n: int, spread: float) -> Any:
 
 @pytest.mark.parametrize(("z", "window"), [(2.0, 57), (5.0, 100)])
 def test_against_a_loop(z: float, window: int) -> None:
-    """The vectorized comparison is that of the definition, also past what is compared at a time."""
+    """The vectorized comparison equals the definition, also beyond the size of a chunk."""
     norms = noisy(0, 4400, 0.3)
     norms[np.random.default_rng(1).random(4400) < 0.03] *= 20
     norms[[3, 500, 4300]] = [math.nan, math.inf, 0.0]
@@ -56,8 +56,9 @@ def test_against_a_loop(z: float, window: int) -> None:
 
 @pytest.mark.parametrize(("spread", "times"), [(0.0, 5), (0.2, 10), (0.5, 60)])
 def test_recall_and_false_alarms(spread: float, times: float) -> None:
-    """Of loud norms at least 95 % are found, and at most 2 of 1,000 others are listed:
-    the noisier, the louder.
+    """At least 95 % of loud spikes are found, with at most 2 false ones in 1,000 steps.
+
+    Noisier norms need louder spikes.
     """
     found = false = loud = others = 0
     for seed in range(5):
@@ -84,16 +85,14 @@ def test_a_new_level_is_accepted() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.02, 0.05])
 def test_a_change_of_level_is_none(spread: float) -> None:
-    """Half as large again, as after a change of the learning rate or the data,
-    is what norms are from then on.
-    """
+    """An increase by half, as after a change of learning rate or data, is no spike."""
     norms = np.exp(spread * np.random.default_rng(0).normal(size=400))
     norms[200:] *= 1.5
     assert steps_of(of_norms(norms)) == []
 
 
 def test_causal() -> None:
-    """No decision and no ratio depends on what comes later."""
+    """Detection is causal: no decision and no ratio depends on later steps."""
     norms = noisy(0, 1000, 0.3)
     norms[::37] *= 30
     whole = spikes(of_norms(norms))
@@ -107,9 +106,9 @@ def test_causal() -> None:
 
 
 def test_not_finite() -> None:
-    """What is not finite is a spike at once, also among the first.
+    """A non-finite norm is a spike at once, also among the first.
 
-    A norm that is not known is none.
+    An unknown norm is none.
     """
     norms = np.ones(100)
     norms[[2, 60]] = [math.nan, math.inf]
@@ -123,11 +122,10 @@ def test_not_finite() -> None:
 
 
 def test_few_norms() -> None:
-    """Nothing else is listed before there are 10 norms to compare with.
+    """Other spikes are not listed before there are 10 norms to compare with.
 
-    0 and what is not known are none.
-
-    Before there are 20, a spike is five times their median, later twice.
+    Norms of 0 and unknown norms do not count. Below 20 norms a spike is five times their median,
+    later twice.
     """
     for step, times, found in [
         (9, 100.0, []),
@@ -145,7 +143,7 @@ def test_few_norms() -> None:
 
 
 def test_what_is_told() -> None:
-    """Step, norm and ratio are those of the record."""
+    """The step, norm and ratio of a spike are those of the record."""
     norms = np.full(60, 2.0)
     norms[40] = 30.0
     (spike,) = spikes(of_norms(norms, steps=np.arange(60) * 10))
@@ -153,9 +151,7 @@ def test_what_is_told() -> None:
 
 
 def test_fault_in_one_leaf() -> None:
-    """The leaf that a fault was put into is ranked first, at least 95 times in 100,
-    whatever the leaves' sizes.
-    """
+    """The leaf with a planted fault ranks first in at least 95 of 100 cases, for any leaf sizes."""
     first = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
@@ -178,9 +174,7 @@ def test_fault_in_one_leaf() -> None:
 
 
 def test_leaves_at_the_edges() -> None:
-    """A leaf that is not finite comes first; of one that was always 0 nothing is told,
-    unless it is no longer.
-    """
+    """A non-finite leaf ranks first; one that was always 0 is listed only if it changes."""
     norms = np.ones(50)
     norms[40] = math.nan
     leaves = np.asarray([[1.0, 0.0, 0.0, 2.0], [math.nan, 0.0, 1.0, 2.0]])
@@ -192,7 +186,8 @@ def test_leaves_at_the_edges() -> None:
     (spike,) = spikes(
         of_norms(norms)._replace(leaves=leaves[1:], leaf_steps=np.asarray([41]), labels=labels)
     )
-    assert spike.leaves == [("lost", math.inf)]  # of the others nothing is known
+    # The other leaves have no known ratio.
+    assert spike.leaves == [("lost", math.inf)]
 
 
 def test_refused() -> None:

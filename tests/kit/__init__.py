@@ -1,1 +1,1 @@
-"""What all tests share: frameworks, rules, an oracle, drawn cases, planted faults, processes."""
+"""Shared parts of the tests: frameworks, rules, an oracle, drawn cases, faults, processes."""

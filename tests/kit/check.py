@@ -1,4 +1,4 @@
-"""Compare what a package returned with what the oracle says, for one step."""
+"""Compare the results of one step with the oracle's."""
 # ruff: noqa: EM101, TRY003, N818 - a mismatch is caught and counted; reports have many parts
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kit.oracle import LONG, Leaf, Machine, Outcome, Plan, Precision, Span
 from kit.trees import walk
 
 SUBNORMAL = 1.2e-38
-"""Below it numbers of float32 may be taken for 0."""
+"""Float32 numbers below this may be flushed to 0."""
 
 
 class Mismatch(AssertionError):
-    """A result that is none of those the oracle allows."""
+    """A result that the oracle does not allow."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -26,7 +26,7 @@ class Mismatch(AssertionError):
 
 
 class View(NamedTuple):
-    """What a report says of one rule, as lists of NumPy's arrays.
+    """The values that a report contains for one rule, as lists of NumPy arrays.
 
     ``None`` for a rule that measures nothing.
     """
@@ -38,7 +38,7 @@ class View(NamedTuple):
 
 
 def views_of(plan: Plan, report: Any, fw: Framework) -> list[View]:
-    """Return what a report says, of a chain for each of its rules."""
+    """Return the values in a report; for a chain, those of each of its rules."""
     fields = [report.norms, report.limits, report.factors, report.thresholds]
     if plan.kind != "chain":
         return [View(*(None if one is None else list(arrays_of(one, fw)) for one in fields))]
@@ -49,7 +49,7 @@ def views_of(plan: Plan, report: Any, fw: Framework) -> list[View]:
     ]
 
 
-def seen_of(plan: Plan, report: Any, fw: Framework) -> Any:
+def reported_of(plan: Plan, report: Any, fw: Framework) -> Any:
     """Return the limits and factors of a report as lists of arrays, for each rule of a chain."""
     pairs = [
         None if view.limits is None else [view.limits, view.factors]
@@ -59,7 +59,7 @@ def seen_of(plan: Plan, report: Any, fw: Framework) -> Any:
 
 
 def numpy_of(array: Any, fw: Framework) -> np.ndarray:
-    """Return the values of an array; those of a step without gradients are NumPy's."""
+    """Return the values of an array; the arrays of a step without gradients are NumPy's."""
     return np.asarray(array if isinstance(array, (np.ndarray, np.generic)) else fw.numpy(array))
 
 
@@ -89,12 +89,12 @@ def same_tree(old: Any, new: Any) -> None:
 
 
 def check_leaves(
-    wanted: list[Leaf], given: list[np.ndarray], new: list[Any], fw: Framework, machine: Machine
+    wanted: list[Leaf], inputs: list[np.ndarray], new: list[Any], fw: Framework, machine: Machine
 ) -> None:
-    """Require dtype, shape, values and, where nothing was to be changed, the same bits."""
+    """Require the dtype, shape and values, and unchanged bits where nothing was clipped."""
     if len(wanted) != len(new):
         raise Mismatch("tree", f"{len(wanted)} leaves became {len(new)}")
-    for leaf, old, array in zip(wanted, given, new, strict=True):
+    for leaf, old, array in zip(wanted, inputs, new, strict=True):
         dtype = str(array.dtype) if isinstance(array, np.ndarray) else fw.dtype(array)
         if dtype != (leaf.integer or leaf.dtype):
             raise Mismatch("dtype", f"{leaf.path}: {dtype} instead of {leaf.integer or leaf.dtype}")
@@ -152,7 +152,7 @@ FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresho
 
 
 def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework) -> None:
-    """Require what a report has to say."""
+    """Require a report that agrees with the oracle."""
     _check_flags(out, report, fw)
     if not out.measured:
         if report.scalars() or str(report) != "no norm measured":
@@ -173,7 +173,7 @@ def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework) -> None:
 
 def _check_view(view: View, out: Outcome) -> None:
     thresholds = out.thresholds
-    # that of an absent group may have a threshold
+    # The threshold of an absent group may be present or not.
     if out.labels is not None and view.thresholds is not None:
         thresholds = thresholds or out.limits
     if (thresholds is None) is not (view.thresholds is None):
@@ -223,7 +223,7 @@ def _check_number(name: str, array: np.ndarray, span: Span, out: Outcome, number
         ((values >= lo) & (values <= np.minimum(hi, top))) | nan | ((name == "limit") & (n.lo <= 0))
     )
     if name == "factor":
-        # A library's own tanh, say.
+        # A framework's tanh may round a factor just above 1.
         fits |= (hi == 1) & (lo < 1) & (values == 1 + 2 * n.precision.ulp)
     if not fits.all():
         raise Mismatch(
@@ -254,7 +254,7 @@ def _check_flags(out: Outcome, report: Any, fw: Framework) -> None:
 
 
 def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
-    """Require what a logger shows to be what the fields say."""
+    """Require the scalars for a logger to agree with the fields."""
     columns: dict[str, list[Any]] = {}
     for view in views:
         flat = [
@@ -265,7 +265,7 @@ def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
             np.concatenate(some) if some else None for some in flat
         )
         if norms is not None:
-            # in which their product may go beyond its range
+            # The product of factors in this dtype may overflow.
             dtype = np.result_type(*view.factors or [])
             row = {
                 "norm": np.max(norms),
@@ -303,7 +303,7 @@ def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
 
 
 def _check_text(views: list[View], out: Outcome, report: Any) -> None:
-    """Require a line to read, with the largest norm of each rule."""
+    """Require a one-line summary with the largest norm of each rule."""
     text = str(report)
     flat = [[np.ravel(n) for n in view.norms or [] if n.size] for view in views]
     tops = [np.max(np.concatenate(some)) for some in flat if some]

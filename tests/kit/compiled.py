@@ -1,5 +1,7 @@
-"""Compile the Triton kernels for NVIDIA GPUs, which takes no GPU. Run as a script, without Triton's
-interpreter: ``python tests/kit/compiled.py 75 80`` for compute capabilities 7.5 and 8.0.
+"""Compile the Triton kernels for NVIDIA GPUs, which needs no GPU.
+
+Run it as a script, without Triton's interpreter: ``python tests/kit/compiled.py 75 80`` for compute
+capabilities 7.5 and 8.0.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ def compiled(kernel: Any, capability: int, parameters: dict[str, Any], **types: 
 def check_vectors(
     ptx: str, dtype: Any, parameters: dict[str, Any], *, reads: int = 1, stores: bool = True
 ) -> None:
-    """Require that 16 bytes are loaded, and stored, at a time, but not in the code for addresses
-    that are no multiples of 16, which a GPU refuses: that would be twice as many instructions.
+    """Require vector loads and stores of 16 bytes.
+
+    A GPU refuses them at unaligned addresses. The code for those must have none: that would be
+    twice as many instructions.
     """
     entries = parameters.get("CHUNK") or parameters["ROWS"] * parameters["COLUMNS"]
     threads = 32 * parameters["num_warps"]
     most = reads * entries * dtype.primitive_bitwidth // 8 // threads // 16
-    # Four registers of 32 bits, or two of 64; narrower numbers are packed into these.
+    # A vector is four registers of 32 bits, or two of 64; narrower numbers are packed into these.
     width = "v2.b64" if dtype.primitive_bitwidth == 64 else "v4.b32"
     loads = [line for line in ptx.splitlines() if "ld.global" in line and width in line]
     assert 0 < len(loads) <= most, (dtype, "loads", len(loads), most)
@@ -65,7 +69,7 @@ def check_vectors(
 
 
 def main(capability: int) -> None:
-    """Compile all kernels for a capability, and look for their vector loads."""
+    """Compile all kernels for a compute capability, and require vector loads."""
     for dtype in kernels.DTYPES.values():
         of_dtype = {"DTYPE": dtype}
         chunks = of_dtype | kernels.SUM_PARAMETERS

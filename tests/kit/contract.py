@@ -12,7 +12,7 @@ from kit.promise import Program, Promise
 __all__ = ["PROMISES", "Program", "Promise", "dtypes", "table"]
 
 STANDARD = ["array-api-strict", "CuPy's stand-in"]
-"""Libraries that have the array API standard, and nothing more."""
+"""Libraries that implement the array API standard and nothing else."""
 SPARSE = dict.fromkeys(["NumPy", *STANDARD, "MLX"], "the framework has no sparse arrays")
 SPARSE["torch.compile"] = "`torch.compile` doesn't support sparse tensors"
 NOT_NUMPY = [*STANDARD, "MLX", "PyTorch", "TensorFlow", "JAX"]
@@ -248,7 +248,7 @@ HEADINGS = {
     "any error": "Errors",
     "in place, `uc.clip_`": "In place, and derivatives",
 }
-"""Under which heading a case and those after it stand."""
+"""The headings of the page, by the case that each one precedes."""
 WAYS = {
     "jax.jit-x64": "`jax.jit` in 64 bits",
     "jax.jit": "`jax.jit`",
@@ -257,13 +257,11 @@ WAYS = {
     "tensorflow-graph": "graphs of TensorFlow 1",
     "torch.compile": "`torch.compile`",
 }
-"""What the ways of running are called in the table."""
+"""The names of the ways of running, as the page prints them."""
 
 
 def table() -> str:
-    """Return the promises as Markdown tables, with the reason for every framework where one
-    cannot hold.
-    """
+    """Return the guarantees as Markdown tables, with a reason for each exempt framework."""
     lines = []
     for promise in PROMISES:
         if promise.case in HEADINGS:
@@ -280,9 +278,7 @@ def table() -> str:
 
 
 def dtypes() -> str:
-    """Return the dtypes that each family of frameworks is tested with,
-    and the reason for each that it is not.
-    """
+    """Return the dtypes that each framework is tested with, and a reason for each missing one."""
     lines = ["| framework | tested with |", "| :-- | :-- |"]
     for family, classes in _families().items():
         missing = [cls.missing for cls in classes]
@@ -301,7 +297,7 @@ def dtypes() -> str:
 
 
 def _families() -> dict[str, list[type[Framework]]]:
-    """Return the ways of running by family."""
+    """Return the framework classes, eager and compiled, by family."""
     families: dict[str, list[type[Framework]]] = {}
     for name, eager in EAGER.items():
         families[eager[0].family] = [*eager, *COMPILED.get(name, ())]
@@ -309,12 +305,12 @@ def _families() -> dict[str, list[type[Framework]]]:
 
 
 def _capital(text: str) -> str:
-    """Return the text with a capital at its beginning."""
+    """Return the text with its first letter in upper case."""
     return text[0].upper() + text[1:]
 
 
 def _listed(reasons: dict[str, str], form: str = "{} ({})") -> str:
-    """Return the dtypes that have a reason, and the reason, for each of them."""
+    """Return the dtypes as a text, grouped by the reason why they are missing."""
     together: dict[str, list[str]] = {}
     for dtype, why in reasons.items():
         together.setdefault(why, []).append(f"`{dtype}`")
@@ -322,7 +318,7 @@ def _listed(reasons: dict[str, str], form: str = "{} ({})") -> str:
 
 
 def _except(promise: Promise) -> list[str]:
-    """Return sentences that say where a promise is not tested, and why."""
+    """Return sentences about the frameworks that are exempt from a guarantee, with the reason."""
     where: dict[str, list[str]] = {}
     for family, classes in _families().items():
         ways = {cls.name: promise.reason(cls) for cls in classes}

@@ -1,6 +1,4 @@
-"""The promises that cannot be traced: errors, the very same objects, memory that is written,
-files, processes.
-"""
+"""Guarantees that cannot be traced: errors, object identity, writes in place, files, processes."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ print(json.dumps([lib["architecture"] for lib in blas]))
 
 
 def accurate_on_other_processors(fw: Framework, uc: Any) -> None:
-    """Measure with each of some kernels of OpenBLAS, in a process of its own."""
+    """Check the norms with several OpenBLAS kernels, each in a process of its own."""
     path = os.pathsep.join(
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -48,14 +46,13 @@ def accurate_on_other_processors(fw: Framework, uc: Any) -> None:
             command, env=env, capture_output=True, text=True, check=False, timeout=60
         )
         assert done.returncode == 0, f"{kernel}: {done.stderr}"
-        if platform.machine() in {"x86_64", "AMD64"}:  # where OpenBLAS has these kernels
+        # OpenBLAS has these kernels for x86-64 only.
+        if platform.machine() in {"x86_64", "AMD64"}:
             assert json.loads(done.stdout) in ([], [kernel])
 
 
 def under_a_debugger(fw: Framework, uc: Any) -> None:
-    """Take steps of finite gradients, with a leaf that is always zero,
-    while the framework stops at NaN and ∞.
-    """
+    """Check that finite gradients, some always zero, pass the framework's NaN debugger."""
     drawn = np.random.default_rng(0).standard_normal((4, 3))
     params, rules = (
         {"w": fw.array(drawn), "b": [fw.array(drawn[0]), None], "z": fw.array([0.0, 0.0])},
@@ -84,7 +81,7 @@ def under_a_debugger(fw: Framework, uc: Any) -> None:
 
 
 def bad_limits(fw: Framework, uc: Any) -> None:
-    """Give a limit that is none, as a number and as an array that can be read."""
+    """Check that invalid limits raise, both numbers and readable arrays."""
     for limit in (-1.0, math.nan):
         with pytest.raises(ValueError, match=rf"max_norm .*{limit}"):
             uc.clip_by_global_norm(tree(fw), limit)
@@ -97,7 +94,7 @@ def bad_limits(fw: Framework, uc: Any) -> None:
 
 
 def raises(fw: Framework, uc: Any) -> None:
-    """Have a gradient that is not finite, and one whose norm is not."""
+    """Check that non-finite gradients raise, and finite ones whose norm overflows."""
     rule = uc.by_global_norm(1.0, nonfinite="raise")
     close(fw, uc.clip({"w": fw.array([3.0, 4.0]), "b": [None]}, rule)[0]["w"], [0.6, 0.8])
     bad = {"w": fw.array([3.0, 4.0]), "b": [fw.array([1.0, math.nan]), fw.array([math.inf])]}
@@ -109,9 +106,9 @@ def raises(fw: Framework, uc: Any) -> None:
 
 
 def saved_states(fw: Framework, uc: Any) -> None:
-    """Stop and go on as if nothing had been.
+    """Check that a run resumed from a saved state continues without a difference.
 
-    A state of other leaves or of another rule is refused, and not half.
+    A state of other leaves, or of another rule, is refused as a whole.
     """
     steps = [
         {"a": fw.array([3.0 * by, 4.0 * by]), "b": fw.array([by])} for by in (1.0, 1.2, 0.9, 5.0)
@@ -135,7 +132,7 @@ def saved_states(fw: Framework, uc: Any) -> None:
 
 
 def empty_trees(fw: Framework, uc: Any) -> None:
-    """Clip nothing."""
+    """Check that trees without leaves come back."""
     for empty in ([], {}, (), None, {"a": None, "b": [None]}):
         clipped, norm = uc.clip_by_global_norm(empty, 1.0)
         assert (clipped, float(norm)) == (empty, 0.0)
@@ -144,7 +141,7 @@ def empty_trees(fw: Framework, uc: Any) -> None:
 
 
 def wrong_leaves(fw: Framework, uc: Any) -> None:
-    """Give a number for an array, and arrays of two frameworks."""
+    """Check that a number in place of an array raises, and so do arrays of two frameworks."""
     stranger = (Strict if fw.family == "NumPy" else Framework)().array([2.0])
     calls = (
         lambda g: uc.clip_by_global_norm(g, 1.0),
@@ -159,7 +156,7 @@ def wrong_leaves(fw: Framework, uc: Any) -> None:
 
 
 def nothing_changes_before_an_error(fw: Framework, uc: Any) -> None:
-    """Have a fault in the last leaf, or in the rule.
+    """Check that no array is written if the last leaf, or the rule, is invalid.
 
     The first leaf is above every limit, and errors are short.
     """
@@ -186,9 +183,9 @@ def nothing_changes_before_an_error(fw: Framework, uc: Any) -> None:
 
 
 def in_place(fw: Framework, uc: Any) -> None:
-    """Write into the very arrays, one memory once.
+    """Check that in-place clipping writes into the arrays themselves, and once for shared memory.
 
-    What stays is not written, and what cannot be written is refused.
+    Unclipped arrays are not written, and read-only ones are refused.
     """
     grads = tree(fw)
     before = leaves(grads)
@@ -214,9 +211,7 @@ def in_place(fw: Framework, uc: Any) -> None:
 
 
 def tensors_in_place(fw: Framework, uc: Any) -> None:
-    """Write into sparse tensors, into those that have a graph,
-    and into those of inference mode while it lasts.
-    """
+    """Check writes into sparse tensors, tensors with a graph, and inference tensors."""
     import torch
 
     for rule in (uc.by_global_norm(1.0), uc.by_value(-2.0, 2.0)):
@@ -241,17 +236,14 @@ def tensors_in_place(fw: Framework, uc: Any) -> None:
 
 
 def slopes(fw: Framework, uc: Any) -> None:
-    """Derive through the clip above the limit, below it, and at zero.
-
-    Beside a leaf that is all zeros too.
-    """
+    """Check derivatives above the limit, below it, and at zero, next to a leaf of zeros."""
 
     def total(x: Any) -> Any:
         clipped = uc.clip_by_global_norm([x, x * 0], 1.0)[0][0]
         return clipped[0] + 2 * clipped[1]
 
     slope, norm = fw.derivative(total), fw.derivative(uc.global_norm)
-    # Above: ([1, 2] - (a + 2b) · [a, b] / n²) / n with n = 5
+    # Above the limit: ([1, 2] - (a + 2b) · [a, b] / n²) / n with n = 5
     for x, wanted in (([3.0, 4.0], [-0.064, 0.048]), ([0.0, 0.0], [1, 2]), ([0.3, 0.4], [1, 2])):
         np.testing.assert_allclose(fw.numpy(slope(fw.array(x))), wanted, rtol=1e-5)
     for x, wanted in (([0.0, 0.0], [0, 0]), ([3e30, 4e30], [0.6, 0.8])):
@@ -259,9 +251,7 @@ def slopes(fw: Framework, uc: Any) -> None:
 
 
 def strange_arrays(fw: Framework) -> tuple[list[Any], list[Any]]:
-    """Return arrays whose entries lie in memory in other ways, beside those that are drawn,
-    and fixed ones.
-    """
+    """Return arrays with unusual strides, both random and fixed ones."""
     drawn = np.random.default_rng(0).standard_normal((6, 4)).astype("float32")
     if fw.family == "PyTorch":
         import torch
@@ -282,9 +272,9 @@ def strange_arrays(fw: Framework) -> tuple[list[Any], list[Any]]:
 
 
 def memory(fw: Framework, uc: Any) -> None:
-    """Clip arrays of any layout, in their own memory too.
+    """Check arrays of any memory layout, also in place.
 
-    Refuse those that cannot be written, before any other.
+    Read-only arrays are refused before any array is written.
     """
     settled = lambda array: fw.numpy(
         array.resolve_conj().resolve_neg() if fw.family == "PyTorch" else array
@@ -304,9 +294,9 @@ def memory(fw: Framework, uc: Any) -> None:
 
 
 def overlaps(fw: Framework, uc: Any) -> None:
-    """Clip views of one array that lie one after the other.
+    """Check that adjacent views of one array are clipped in place.
 
-    Refuse those that overlap, or whose entries alternate.
+    Views that overlap or interleave are refused.
     """
     whole = fw.array(np.zeros((4, 2)))
     upper, lower = whole[:2], whole[2:]
@@ -331,7 +321,7 @@ def overlaps(fw: Framework, uc: Any) -> None:
 
 
 def takes_any_number(fw: Framework, uc: Any) -> None:
-    """Give limits as all kinds of numbers."""
+    """Check limits of every numeric type."""
     from decimal import Decimal
     from fractions import Fraction
 
@@ -359,7 +349,7 @@ def takes_any_number(fw: Framework, uc: Any) -> None:
 
 
 def complex_by_value(fw: Framework, uc: Any) -> None:
-    """Give complex gradients, which have no order, and complex bounds."""
+    """Check that complex numbers, which have no order, are refused where values are clipped."""
     with pytest.raises(TypeError, match="complex"):
         uc.clip_by_value(fw.array([3 + 4j, 0, 12j], "complex64"), -1, 1)
     with pytest.raises(TypeError, match="max"):
@@ -367,7 +357,7 @@ def complex_by_value(fw: Framework, uc: Any) -> None:
 
 
 def eight_bits(fw: Framework, uc: Any) -> None:
-    """Clip floats of 8 bits as float32, rounded once, in place too."""
+    """Check that 8-bit floats are clipped as float32 and rounded once, also in place."""
     import ml_dtypes
 
     whole = np.asarray([3.0, 4.0, -0.5], "float32")

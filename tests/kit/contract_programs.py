@@ -1,5 +1,6 @@
-"""The promises that make values: each is a program of arrays,
-which runs eagerly or is traced with all others.
+"""Guarantees about values.
+
+Each program computes arrays, and runs eagerly or in one traced program with the others.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ Grads = dict[str, Any]
 
 
 def p_norm(arrays: Sequence[Any], p: float = 2) -> float:
-    """Return (Σ|x|ᵖ)^(1/p) of all entries in float64; nothing leaves its range."""
+    """Return (Σ|x|ᵖ)^(1/p) of all elements in float64, without overflow."""
     sizes = np.concatenate([np.abs(np.asarray(array, complex)).ravel() for array in arrays])
     top = max(sizes, default=0.0)
     return top if top == 0 or math.isinf(p) else top * math.fsum((sizes / top) ** p) ** (1 / p)
 
 
 def by_hand(arrays: Sequence[Any], limit: float, p: float = 2) -> list[np.ndarray]:
-    """Return arrays that share one norm as they are clipped to a limit, in float64."""
+    """Return arrays clipped to a limit by their joint norm, in float64."""
     norm = p_norm(arrays, p)
     factor = 1.0 if norm <= limit else limit / norm
     return [np.asarray(array).astype(complex) * factor for array in arrays]
 
 
 def along(axis: int) -> Callable[[list[Any], float], list[np.ndarray]]:
-    """Return what clips arrays in which each slice along an axis has its norm, in float64."""
+    """Return a function that clips each slice along an axis by its own norm, in float64."""
 
     def clipped(array: np.ndarray, limit: float) -> np.ndarray:
         turned = np.moveaxis(array, axis, -1)
@@ -43,8 +44,8 @@ def along(axis: int) -> Callable[[list[Any], float], list[np.ndarray]]:
     return lambda arrays, limit: [clipped(array, limit) for array in arrays]
 
 
-def each(p: float = 2, power: float = 0.0) -> Callable[[list[Any], float], list[np.ndarray]]:
-    """Return what clips arrays that each have their norm, in float64.
+def per_array(p: float = 2, power: float = 0.0) -> Callable[[list[Any], float], list[np.ndarray]]:
+    """Return a function that clips each array by its own norm, in float64.
 
     Limits grow with a power of the size.
     """
@@ -57,33 +58,33 @@ RULES: dict[
     str, tuple[Callable[[Any, Any], Any], Callable[[list[Any], float], list[np.ndarray]]]
 ] = {
     "global": (lambda uc, limit: uc.by_global_norm(limit), by_hand),
-    "leaf": (lambda uc, limit: uc.by_norm(limit), each()),
+    "leaf": (lambda uc, limit: uc.by_norm(limit), per_array()),
     "rows": (lambda uc, limit: uc.by_norm(limit, axis=-1), along(-1)),
     "columns": (lambda uc, limit: uc.by_norm(limit, axis=0), along(0)),
     "L1": (lambda uc, limit: uc.by_global_norm(limit, ord=1), partial(by_hand, p=1)),
-    "L3": (lambda uc, limit: uc.by_norm(limit, ord=3), each(3)),
+    "L3": (lambda uc, limit: uc.by_norm(limit, ord=3), per_array(3)),
     "Linf": (
         lambda uc, limit: uc.by_global_norm(limit, ord=math.inf),
         partial(by_hand, p=math.inf),
     ),
-    "average": (lambda uc, limit: uc.by_average_norm(limit), each(power=1.0)),
-    "rms": (lambda uc, limit: uc.by_block_rms(limit), each(power=0.5)),
+    "average": (lambda uc, limit: uc.by_average_norm(limit), per_array(power=1.0)),
+    "rms": (lambda uc, limit: uc.by_block_rms(limit), per_array(power=0.5)),
 }
-"""Rules of each scope and norm, and what they make of arrays in float64."""
+"""Rules of each scope and norm, with their reference in float64."""
 
 
 def norm_rules(uc: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return the rules, to be called with a limit."""
+    """Return functions that make each rule from a limit."""
     return {name: partial(rule, uc) for name, (rule, _) in RULES.items()}
 
 
 def floats(fw: Framework) -> list[str]:
-    """Return the floating dtypes of a framework, complex ones too."""
+    """Return the floating-point dtypes of a framework, complex ones included."""
     return [name for name in fw.dtypes if not name.startswith("int")]
 
 
 def wide(dtype: str) -> str:
-    """Return the dtype of the norms of gradients of a dtype."""
+    """Return the dtype of a norm of gradients of a dtype."""
     return "float64" if dtype in {"float64", "complex128"} else "float32"
 
 
@@ -96,22 +97,20 @@ def tree(fw: Framework, dtype: str = "float32", by: float = 1.0) -> Grads:
 
 
 def numbers(fw: Framework, grads: Any) -> list[np.ndarray]:
-    """Return the leaves as NumPy's."""
+    """Return the leaves as NumPy arrays."""
     return [fw.dense(leaf) if is_sparse(leaf) else fw.numpy(leaf) for leaf in leaves(grads)]
 
 
 def close_leaves(
     fw: Framework, found: Any, wanted: list[Any], dtype: str = "float32", ulps: float = 4
 ) -> None:
-    """Require the leaves to be equal to NumPy's to a few units in the last place of a dtype."""
+    """Require the leaves to equal NumPy's to a few units in the last place of a dtype."""
     for new, array in zip(leaves(found), wanted, strict=True):
         close(fw, new, array, dtype, ulps)
 
 
 def same_bits(fw: Framework, found: Any, wanted: Any) -> None:
-    """Require the leaves of two trees of a framework to be equal, NaN to NaN,
-    in dtype and shape too.
-    """
+    """Require two trees to have the same dtypes, shapes and values; NaN equals NaN."""
     for new, array in zip(numbers(fw, found), numbers(fw, wanted), strict=True):
         np.testing.assert_array_equal(new, array, strict=True)
 
@@ -123,12 +122,12 @@ def accurate_to(fw: Framework, bound: float, norm: Any, true: float) -> None:
 
 
 class Below(Program):
-    """At the limit and below it, every dtype comes back to the bit."""
+    """At or below the limit, gradients of every dtype come back bit for bit."""
 
     def arrays(self, fw: Framework) -> Any:
         return {dtype: tree(fw, dtype) for dtype in floats(fw)}
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         def unclipped(dtype: str, grads: Any) -> Any:
             rules = norm_rules(uc)
             some = rules.values() if dtype == "float32" else [rules["rows"]]
@@ -137,10 +136,10 @@ class Below(Program):
             ]
             return [[clipped, report.clipped] for clipped, report in results]
 
-        return {dtype: unclipped(dtype, grads) for dtype, grads in given.items()}
+        return {dtype: unclipped(dtype, grads) for dtype, grads in inputs.items()}
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for dtype, grads in given.items():
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        for dtype, grads in inputs.items():
             for clipped, changed in found[dtype]:
                 same_bits(fw, clipped, grads)
                 assert not fw.numpy(changed)
@@ -149,9 +148,7 @@ class Below(Program):
 
 
 class Above(Program):
-    """Above the limit the direction stays, in every dtype,
-    and what share a norm is as the definition says.
-    """
+    """Above the limit, gradients keep their direction, and the scope decides which share a norm."""
 
     limit = 0.5
 
@@ -162,21 +159,24 @@ class Above(Program):
             for dtype in floats(fw)
         }
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         def clipped(dtype: str, grads: Any) -> Any:
             rules = norm_rules(uc)
             names = list(rules) if dtype == "float32" else ["global", "rows"]
             return {name: uc.clip(grads, rules[name](self.limit))[0] for name in names}
 
-        found = {dtype: clipped(dtype, grads) for dtype, grads in given.items()}
+        found = {dtype: clipped(dtype, grads) for dtype, grads in inputs.items()}
         return [
             found,
-            {dtype: uc.clip_by_global_norm(grads, self.limit)[1] for dtype, grads in given.items()},
+            {
+                dtype: uc.clip_by_global_norm(grads, self.limit)[1]
+                for dtype, grads in inputs.items()
+            },
         ]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         clipped, norms = found
-        for dtype, grads in given.items():
+        for dtype, grads in inputs.items():
             arrays = numbers(fw, grads)
             close(fw, norms[dtype], p_norm(arrays), wide(dtype))
             for name, result in clipped[dtype].items():
@@ -184,40 +184,40 @@ class Above(Program):
 
 
 class ToTheLimit(Program):
-    """The norm of what was clipped is the limit to a few ulp, whatever the numbers."""
+    """The norm of clipped gradients is the limit to a few ulp, for any values."""
 
     def arrays(self, fw: Framework) -> Any:
         return fw.array(100 * np.random.default_rng(1).standard_normal((200, 7)))
 
-    def run(self, uc: Any, given: Any) -> Any:
-        return uc.clip_by_norm(given, 1.0, axis=1)
+    def run(self, uc: Any, inputs: Any) -> Any:
+        return uc.clip_by_norm(inputs, 1.0, axis=1)
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         norms = np.linalg.norm(fw.numpy(found).astype("float64"), axis=1)
         np.testing.assert_allclose(norms, 1.0, rtol=4 * 2**-23)
 
 
 class Keeps(Program):
-    """Each leaf keeps its dtype and shape, also beside others; the norm is float32 or wider."""
+    """Each leaf keeps its dtype and shape, also next to others; the norm is float32 or wider."""
 
     def arrays(self, fw: Framework) -> Any:
         return [{dtype: tree(fw, dtype) for dtype in floats(fw)}, fw.array(1.0)]
 
-    def run(self, uc: Any, given: Any) -> Any:
-        every, limit = given
+    def run(self, uc: Any, inputs: Any) -> Any:
+        trees, limit = inputs
         alone = {
-            dtype: list(uc.clip_by_global_norm(grads, limit)) for dtype, grads in every.items()
+            dtype: list(uc.clip_by_global_norm(grads, limit)) for dtype, grads in trees.items()
         }
         mixed = [
-            uc.clip_by_norm(every, 1.0),
-            uc.clip_by_global_norm(every, 1.0)[0],
-            uc.clip_by_norm(every, 100.0),
+            uc.clip_by_norm(trees, 1.0),
+            uc.clip_by_global_norm(trees, 1.0)[0],
+            uc.clip_by_norm(trees, 100.0),
         ]
         return [alone, mixed]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         alone, mixed = found
-        for dtype, grads in given[0].items():
+        for dtype, grads in inputs[0].items():
             assert fw.dtype(alone[dtype][1]) == wide(dtype)
             for clipped in (alone[dtype][0], *(result[dtype] for result in mixed)):
                 assert sorted(clipped) == sorted(grads)
@@ -228,12 +228,12 @@ class Keeps(Program):
 
 
 class Reported(Program):
-    """The report tells norms before clipping, limits, factors and shares."""
+    """The report contains the norms before clipping, the limits, factors and clipped shares."""
 
     def arrays(self, fw: Framework) -> Any:
         return tree(fw)
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         fields = lambda report: [
             report.norms,
             report.limits,
@@ -241,10 +241,10 @@ class Reported(Program):
             report.clipped,
             report.finite,
         ]
-        reports = [uc.clip(given, rule)[1] for rule in (uc.by_global_norm(6.5), uc.by_norm(6.0))]
+        reports = [uc.clip(inputs, rule)[1] for rule in (uc.by_global_norm(6.5), uc.by_norm(6.0))]
         return [[fields(report), report.scalars()] for report in reports]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         (joint, scalars), (each, of_leaves) = found
         close_leaves(fw, joint, [13.0, 6.5, 0.5, 1, 1])
         close_leaves(fw, each, [12.0, 5.0, 6.0, 6.0, 0.5, 1.0, 1, 1])
@@ -254,7 +254,7 @@ class Reported(Program):
 
 
 class Accurate(Program):
-    """Millions of entries, in one leaf or many, in float32 and half precision."""
+    """Norms of millions of elements are accurate, in one leaf or many, in each precision."""
 
     large = True
     size = 25_000_000
@@ -267,17 +267,17 @@ class Accurate(Program):
             d: [fw.array(drawn[:1_000_000], d)] for d in half
         }
 
-    def run(self, uc: Any, given: Any) -> Any:
-        return {name: uc.global_norm(grads) for name, grads in given.items()}
+    def run(self, uc: Any, inputs: Any) -> Any:
+        return {name: uc.global_norm(grads) for name, grads in inputs.items()}
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for name, grads in given.items():
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        for name, grads in inputs.items():
             true = math.sqrt(sum(np.sum(fw.numpy(leaf).astype("float64") ** 2) for leaf in grads))
             accurate_to(fw, 2e-6 if "float" in name else 5e-7, found[name], true)
 
 
 class EqualEntries(Program):
-    """Entries whose rounding errors all have one sign."""
+    """The norm of equal elements is accurate, although their rounding errors have one sign."""
 
     large = True
     entries = (0.1, 0.7)
@@ -286,10 +286,10 @@ class EqualEntries(Program):
     def arrays(self, fw: Framework) -> Any:
         return [fw.array(np.full(self.size, value)) for value in self.entries]
 
-    def run(self, uc: Any, given: Any) -> Any:
-        return [[uc.global_norm(leaf, ord=p) for leaf in given] for p in (1, 2, 3)]
+    def run(self, uc: Any, inputs: Any) -> Any:
+        return [[uc.global_norm(leaf, ord=p) for leaf in inputs] for p in (1, 2, 3)]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for p, norms in zip((1, 2, 3), found, strict=True):
             in_a_graph = p == 2 and fw.name in {"tf.function", "tensorflow-graph"}
             for norm, value in zip(norms, np.asarray(self.entries, "float32"), strict=True):
@@ -299,8 +299,9 @@ class EqualEntries(Program):
 
 
 class AlongAxes(Program):
-    """The norms of long columns, and of long rows: a prime number of entries,
-    those of the second row equal.
+    """The norms of long columns and long rows are accurate.
+
+    The number of elements is prime, and those of the second row are equal.
     """
 
     large = True
@@ -313,19 +314,19 @@ class AlongAxes(Program):
         rows[1] = 0.1
         return [fw.array(columns), fw.array(rows)]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         return [
-            uc.clip(leaf, uc.by_norm(1.0, axis=axis))[1].norms for axis, leaf in enumerate(given)
+            uc.clip(leaf, uc.by_norm(1.0, axis=axis))[1].norms for axis, leaf in enumerate(inputs)
         ]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for axis, (leaf, norms) in enumerate(zip(given, found, strict=True)):
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        for axis, (leaf, norms) in enumerate(zip(inputs, found, strict=True)):
             true = np.linalg.norm(fw.numpy(leaf).astype("float64"), axis=axis)
             np.testing.assert_allclose(fw.numpy(norms), true, rtol=5e-7)
 
 
 class Split(Program):
-    """One array, or the same numbers in many leaves, in any order, once or again."""
+    """One array and its split into many leaves have the same norm, in any order and any run."""
 
     def arrays(self, fw: Framework) -> Any:
         drawn = np.random.default_rng(0).standard_normal(1200, dtype="float32")
@@ -336,29 +337,29 @@ class Split(Program):
             for dtype in some
         }
 
-    def run(self, uc: Any, given: Any) -> Any:
-        def norms(every: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
+        def norms(splits: Any) -> Any:
             orders = [
-                every["1"],
-                every["3"],
-                every["40"],
-                every["40"][::-1],
-                every["40"][7:] + every["40"][:7],
+                splits["1"],
+                splits["3"],
+                splits["40"],
+                splits["40"][::-1],
+                splits["40"][7:] + splits["40"][:7],
             ]
-            return [*(uc.global_norm(grads) for grads in orders), uc.global_norm(every["40"])]
+            return [*(uc.global_norm(grads) for grads in orders), uc.global_norm(splits["40"])]
 
-        return {dtype: norms(every) for dtype, every in given.items()}
+        return {dtype: norms(splits) for dtype, splits in inputs.items()}
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for dtype, norms in found.items():
-            true = p_norm(numbers(fw, given[dtype]["1"]))
+            true = p_norm(numbers(fw, inputs[dtype]["1"]))
             for norm in norms:
                 accurate_to(fw, 1e-15 if dtype == "float64" else 5e-7, norm, true)
             same_bits(fw, norms[2], norms[-1])
 
 
 class InRange(Program):
-    """Numbers whose squares are beyond the range of their dtype."""
+    """Norms whose squares overflow or underflow are right."""
 
     cases: ClassVar[dict[str, tuple[str, list[float]]]] = {
         "1e30": ("float32", [1e30, -1.0, 2e30]),
@@ -371,7 +372,7 @@ class InRange(Program):
     }
 
     def orders(self, name: str) -> tuple[float, ...]:
-        """Return the orders that a case is measured in."""
+        """Return the orders of the norms that a case is measured with."""
         return (2, 1.5, 3, 10, math.inf) if name in {"1e30", "1e-30"} else (2,)
 
     def arrays(self, fw: Framework) -> Any:
@@ -382,17 +383,17 @@ class InRange(Program):
 
         return {name: case(name, *one) for name, one in self.cases.items() if one[0] in fw.dtypes}
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         def clipped(name: str, grads: Any, limits: Any) -> Any:
             both = zip(self.orders(name), limits, strict=True)
             return [list(uc.clip_by_global_norm(grads, limit, ord=order)) for order, limit in both]
 
-        return {name: clipped(name, *case) for name, case in given.items()}
+        return {name: clipped(name, *case) for name, case in inputs.items()}
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for name, (grads, _) in given.items():
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        for name, (grads, _) in inputs.items():
             dtype, arrays = self.cases[name][0], numbers(fw, grads)
-            # The smallest number of float16, below its normal ones.
+            # The smallest number of float16 is subnormal.
             tiny = 6e-8 if dtype == "float16" else 0.0
             for p, (clipped, norm) in zip(self.orders(name), found[name], strict=True):
                 true = p_norm(arrays, p)
@@ -404,7 +405,7 @@ class InRange(Program):
 
 
 class FactorsOutOfRange(Program):
-    """Factors that their dtype cannot hold; entries of 0 stay 0."""
+    """A factor beyond its dtype is clamped, and zeros stay 0."""
 
     limits: ClassVar[dict[str, tuple[float, float, float]]] = {
         "float32": (1e-30, 1e30, float(np.finfo(np.float32).max)),
@@ -419,24 +420,24 @@ class FactorsOutOfRange(Program):
             if dtype in fw.dtypes
         }
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         curves, found = uc.curves, {}
-        for dtype, (huge, small) in given.items():
+        for dtype, (huge, small) in inputs.items():
             near, far, _ = self.limits[dtype]
             down = [
                 uc.Rule(near, curve=one)
                 for one in (curves.hard, curves.soft, curves.smooth, curves.tanh)
             ]
             up = [uc.to_global_norm(far), uc.Rule(far, curve=curves.Regularized(near))]
-            every = [uc.clip(huge, rule) for rule in down], [uc.clip(small, rule) for rule in up]
-            found[dtype] = [[[new[0], report.factors] for new, report in some] for some in every]
+            results = [uc.clip(huge, rule) for rule in down], [uc.clip(small, rule) for rule in up]
+            found[dtype] = [[[new[0], report.factors] for new, report in some] for some in results]
         return found
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for dtype, (down, up) in found.items():
             *_, largest = self.limits[dtype]
             assert not any(array.any() for array in numbers(fw, down)), down
-            wanted = [0.0, float(fw.numpy(given[dtype][1][0])[1]) * largest]
+            wanted = [0.0, float(fw.numpy(inputs[dtype][1][0])[1]) * largest]
             for new, factor in up:
                 assert float(fw.numpy(factor)) == largest, factor
                 close(fw, new, wanted, dtype)
@@ -448,33 +449,33 @@ class OnlyMeasures(Program):
     def arrays(self, fw: Framework) -> Any:
         return [tree(fw), tree(fw, by=1e36), [fw.array([math.inf, -1.0])]]
 
-    def run(self, uc: Any, given: Any) -> Any:
-        return [list(uc.clip_by_global_norm(grads, math.inf)) for grads in given]
+    def run(self, uc: Any, inputs: Any) -> Any:
+        return [list(uc.clip_by_global_norm(grads, math.inf)) for grads in inputs]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for grads, (clipped, _) in zip(given, found, strict=True):
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        for grads, (clipped, _) in zip(inputs, found, strict=True):
             same_bits(fw, clipped, grads)
         close_leaves(fw, [norm for _, norm in found[:2]], [13.0, 13e36])
 
 
 class ZeroLimit(Program):
-    """A limit of 0 makes zeros of all, of zeros too."""
+    """A limit of 0 makes every element 0, those of zero gradients included."""
 
     def arrays(self, fw: Framework) -> Any:
         return [tree(fw), tree(fw, by=0.0)]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         zeroed = [
-            uc.clip(grads, rule(0.0))[0] for rule in norm_rules(uc).values() for grads in given
+            uc.clip(grads, rule(0.0))[0] for rule in norm_rules(uc).values() for grads in inputs
         ]
-        return [zeroed, uc.clip_by_global_norm(given[1], 1.0)[0]]
+        return [zeroed, uc.clip_by_global_norm(inputs[1], 1.0)[0]]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         assert not any(array.any() for array in numbers(fw, found)), found
 
 
 class BadLimit(Program):
-    """Where a limit cannot be read a negative one is 0, and NaN makes NaN of the gradients."""
+    """An unreadable negative limit acts as 0, and a NaN limit makes the gradients NaN."""
 
     def applies(self, fw: Framework) -> bool:
         return not fw.raises
@@ -482,34 +483,34 @@ class BadLimit(Program):
     def arrays(self, fw: Framework) -> Any:
         return [tree(fw), [fw.array(limit) for limit in (-1.0, -math.inf, math.nan)]]
 
-    def run(self, uc: Any, given: Any) -> Any:
-        grads, limits = given
+    def run(self, uc: Any, inputs: Any) -> Any:
+        grads, limits = inputs
         rules = uc.by_global_norm, partial(uc.by_norm, curve=uc.curves.soft)
         return [[uc.clip(grads, rule(limit))[0] for rule in rules] for limit in limits]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         *negative, not_a_number = found
         assert not any(array.any() for array in numbers(fw, negative)), negative
         assert all(np.isnan(array).all() for array in numbers(fw, not_a_number)), not_a_number
 
 
 class Propagates(Program):
-    """What shares a norm with NaN or ∞ becomes NaN, the rest is clipped as usual."""
+    """Gradients that share a norm with NaN or ∞ become NaN; the others are clipped as usual."""
 
     def arrays(self, fw: Framework) -> Any:
         return [[fw.array([1.0, bad]), fw.array([3.0, 4.0])] for bad in (math.nan, -math.inf)]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         some = {name: rule for name, rule in norm_rules(uc).items() if name != "columns"}
         results = [
-            {name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in given
+            {name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in inputs
         ]
         return [
-            {name: [new, report.finite] for name, (new, report) in every.items()}
-            for every in results
+            {name: [new, report.finite] for name, (new, report) in clipped_by.items()}
+            for clipped_by in results
         ]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for results in found:
             for name, (clipped, finite) in results.items():
                 assert np.isnan(fw.numpy(clipped[0])).all()
@@ -521,7 +522,7 @@ class Propagates(Program):
 
 
 class Skips(Program):
-    """A step that is not finite becomes zeros, and says so."""
+    """A non-finite step becomes zeros and is reported as skipped."""
 
     def arrays(self, fw: Framework) -> Any:
         return [
@@ -529,15 +530,15 @@ class Skips(Program):
             for bad in (math.nan, math.inf, -math.inf, 0.0)
         ]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         rules = [uc.by_global_norm(math.inf, nonfinite="skip"), uc.by_norm(1.0, nonfinite="skip")]
-        results = [[uc.clip(grads, rule) for rule in rules] for grads in given]
+        results = [[uc.clip(grads, rule) for rule in rules] for grads in inputs]
         return [
             [[new, [said.finite, said.clipped, said.skipped]] for new, said in pair]
             for pair in results
         ]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for results in found[:3]:
             for clipped, flags in results:
                 assert not any(array.any() for array in numbers(fw, clipped)), clipped
@@ -555,7 +556,7 @@ class Skips(Program):
 
 
 class Zeroes(Program):
-    """Entries that are not finite become zeros, and the rest is clipped as if they had been."""
+    """Non-finite elements become zeros, and the others are clipped as if next to zeros."""
 
     def arrays(self, fw: Framework) -> Any:
         bad = [
@@ -565,13 +566,13 @@ class Zeroes(Program):
         entries = [3 + 4j, complex(0, math.nan), complex(math.inf, 1)]
         return [bad, [fw.array([3.0, 4.0, 0.0])], [fw.array(entries, "complex64")]]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         rules = [uc.by_global_norm(6.5, nonfinite="zero"), uc.by_norm(1.0, nonfinite="zero")]
         clip = lambda grads, rule: [uc.clip(grads, rule)[0], uc.clip(grads, rule)[1].finite]
-        bad = [[clip(grads, rule) for rule in rules] for grads in given[0]]
-        return [bad, clip(given[1], rules[0]), clip(given[2], rules[1])]
+        bad = [[clip(grads, rule) for rule in rules] for grads in inputs[0]]
+        return [bad, clip(inputs[1], rules[0]), clip(inputs[2], rules[1])]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         bad, good, numbers_of_two = found
         for (joint, finite), (each, _) in bad:
             close_leaves(fw, joint, [[1.5, 0, 2], [0, -6]])
@@ -582,15 +583,13 @@ class Zeroes(Program):
 
 
 class RemembersNoNaN(Program):
-    """A step that is not finite changes no memory,
-    and later steps are what they would have been.
-    """
+    """A non-finite step leaves the state unchanged, and later steps are not affected."""
 
     def arrays(self, fw: Framework) -> Any:
         bad = [[fw.array([value, 1.0])] for value in (math.nan, math.inf)]
         return [[fw.array([3.0, 4.0])], [fw.array([3.3, 4.4])], *bad, [fw.array([30.0, 40.0])]]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         rules = [uc.norm_growth(1.2, nonfinite=policy) for policy in ("propagate", "skip", "zero")]
         rules += [
             uc.autoclip(50, window=3),
@@ -598,18 +597,18 @@ class RemembersNoNaN(Program):
             uc.adagc(warmup=1),
             uc.skip_spikes(window=4, warmup=2),
         ]
-        return [self._steps(rule, given) for rule in rules]
+        return [self._steps(rule, inputs) for rule in rules]
 
-    def _steps(self, rule: Any, given: Any) -> Any:
-        state, states = rule.init(given[0]), []
-        for grads in given[:-1]:
+    def _steps(self, rule: Any, inputs: Any) -> Any:
+        state, states = rule.init(inputs[0]), []
+        for grads in inputs[:-1]:
             _, state, report = rule.update(grads, state)
             states.append([leaves(state), report.finite])
-        clipped, _, _ = rule.update(given[-1], state)
+        clipped, _, _ = rule.update(inputs[-1], state)
         (_, finite), (before, _), (after_nan, not_finite), (after_inf, _) = states
         return [before, after_nan, after_inf, [finite, not_finite], clipped]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for number, (before, after_nan, after_inf, (finite, not_finite), clipped) in enumerate(
             found
         ):
@@ -622,11 +621,11 @@ class RemembersNoNaN(Program):
 
 
 class Learns(Program):
-    """Limits that learn follow their formula: a median of three, a z-score, a loss that spikes."""
+    """Adaptive limits follow their formulas: a median of three, a z-score, a spike of the loss."""
 
     steps: ClassVar[dict[str, tuple[list[float], list[float]]]] = {
         "median": ([1.0, 5.0, 3.0, 9.0, 2.0], [1.0, 3.0, 3.0, 5.0, 2.0]),
-        # After the warm-up: mean 1.5 and deviation 0.5; a norm of 100 is to be mean + (2 · 0.5)² /
+        # After the warmup: mean 1.5 and deviation 0.5; a norm of 100 becomes mean + (2 · 0.5)² /
         # 98.5.
         "zscore": (
             [1.0, 2.0, 1.0, 2.0, 100.0, 2.0],
@@ -634,7 +633,7 @@ class Learns(Program):
         ),
         "loss": ([1.0] * 4, [1.0, 1.0, 1.0, 0.0]),
     }
-    """Norms, and what is left of them."""
+    """Norms, and the norms after clipping."""
     losses = (1.0, 1.1, 0.9, 50.0)
 
     def arrays(self, fw: Framework) -> Any:
@@ -643,7 +642,7 @@ class Learns(Program):
         }
         return [steps, [fw.array(loss) for loss in self.losses]]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         rules = {
             "median": uc.autoclip(50, window=3),
             "zscore": uc.zclip(2.0, decay=0.5, warmup=4),
@@ -651,15 +650,15 @@ class Learns(Program):
         }
         found: dict[str, list[Any]] = {name: [] for name in rules}
         for name, rule in rules.items():
-            state, steps = rule.init(given[0][name][0]), given[0][name]
+            state, steps = rule.init(inputs[0][name][0]), inputs[0][name]
             for grads, loss in zip(
-                steps, given[1] if name == "loss" else [None] * len(steps), strict=True
+                steps, inputs[1] if name == "loss" else [None] * len(steps), strict=True
             ):
                 clipped, state, report = rule.update(grads, state, loss=loss)
                 found[name].append([clipped, report.thresholds, report.skipped])
         return found
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for name, (_, wanted) in self.steps.items():
             close_leaves(
                 fw, [clipped for clipped, *_ in found[name]], [[norm] for norm in wanted], ulps=16
@@ -678,27 +677,25 @@ class Learns(Program):
 
 
 class Parts(Program):
-    """What processes share is joined by ``all_reduce``; here two processes are alike."""
+    """Two processes with equal shards, joined by ``all_reduce``, find the norm of both."""
 
     def arrays(self, fw: Framework) -> Any:
         return tree(fw)
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         joined = lambda own, op: own + own if op == "sum" else own
-        clipped, report = uc.clip(given, uc.by_global_norm(1.0), all_reduce=joined)
+        clipped, report = uc.clip(inputs, uc.by_global_norm(1.0), all_reduce=joined)
         return [report.norms, clipped]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         norm, clipped = found
-        b, w = numbers(fw, given)
+        b, w = numbers(fw, inputs)
         close(fw, norm, 13 * math.sqrt(2))
         close_leaves(fw, clipped, [b / (13 * math.sqrt(2)), w / (13 * math.sqrt(2))])
 
 
 class Sparse(Program):
-    """Rows that occur twice are summed, and come back so if they were clipped,
-    also beside dense leaves.
-    """
+    """Duplicate sparse rows are summed, and stay summed if clipped, also among dense leaves."""
 
     def arrays(self, fw: Framework) -> Any:
         weights = np.arange(2000.0).reshape(1000, 2) / 100
@@ -715,8 +712,8 @@ class Sparse(Program):
             "zeros": [fw.sparse((4, 1), [1, 3], [[0.0], [0.0]]), fw.array([3.0])],
         }
 
-    def run(self, uc: Any, given: Any) -> Any:
-        weights, trees = given
+    def run(self, uc: Any, inputs: Any) -> Any:
+        weights, trees = inputs
         by_value = {name: uc.clip_by_value(grads, -1, 1) for name, grads in trees.items()}
         joint = {name: list(uc.clip_by_global_norm(grads, 1.0)) for name, grads in trees.items()}
         below, apart = (
@@ -738,8 +735,8 @@ class Sparse(Program):
     def scopes(self, uc: Any) -> list[Any]:
         return [uc.scopes.each_row, uc.scopes.axes(1), uc.scopes.each_entry]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        (weights, trees), (by_value, joint, below, apart, rows) = given, found
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        (weights, trees), (by_value, joint, below, apart, rows) = inputs, found
         sums = numbers(fw, trees["mixed"])[0]  # [0, 4] in row 3, [3, 4] in row 7
         norms = np.linalg.norm(sums, axis=1, keepdims=True)
         sizes = np.linalg.norm(np.asarray(fw.numpy(weights), np.float64), axis=1, keepdims=True)
@@ -758,7 +755,7 @@ class Sparse(Program):
             self._close(fw, by_value[name], [np.clip(array, -1, 1) for array in arrays])
         mixed = numbers(fw, trees["mixed"])
         self._close(fw, below, mixed)
-        self._close(fw, apart, each()(mixed, 2.0))
+        self._close(fw, apart, per_array()(mixed, 2.0))
 
     def _close(self, fw: Framework, found: Any, wanted: list[Any]) -> None:
         for new, array in zip(numbers(fw, found), wanted, strict=True):
@@ -766,7 +763,7 @@ class Sparse(Program):
 
 
 class Integers(Program):
-    """By value they stay integers; a norm makes floats of them."""
+    """Clipping by value keeps integers; clipping by norm turns them into floats."""
 
     entries = (1, 1, 3, 4, 2, 2, 1, 4, 2, 3)
 
@@ -777,23 +774,23 @@ class Integers(Program):
             if dtype in fw.dtypes
         }
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         bounds = ((2, 3.0), (-math.inf, 2), (-(2**40), 2**40))
         by_norm = {
             dtype: [uc.clip_by_norm(leaf, limit) for limit in (5, 50)]
-            for dtype, leaf in given.items()
+            for dtype, leaf in inputs.items()
         }
         return [
             by_norm,
             {
                 dtype: [uc.clip_by_value(leaf, *pair) for pair in bounds]
-                for dtype, leaf in given.items()
+                for dtype, leaf in inputs.items()
             },
         ]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         entries = np.asarray(self.entries)
-        for dtype in given:
+        for dtype in inputs:
             clipped, same = found[0][dtype]
             assert fw.dtype(clipped) == fw.dtype(same) == fw.default_float
             close_leaves(
@@ -806,40 +803,40 @@ class Integers(Program):
 
 
 class Complex(Program):
-    """Norms are those of the modulus."""
+    """The norm of complex numbers is that of their moduli."""
 
     def arrays(self, fw: Framework) -> Any:
         return fw.array([3 + 4j, 0, 12j], "complex64")
 
-    def run(self, uc: Any, given: Any) -> Any:
-        return [*uc.clip_by_global_norm(given, 6.5), uc.clip_by_norm(given, 6, ord=math.inf)]
+    def run(self, uc: Any, inputs: Any) -> Any:
+        return [*uc.clip_by_global_norm(inputs, 6.5), uc.clip_by_norm(inputs, 6, ord=math.inf)]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         close_leaves(fw, found, [[1.5 + 2j, 0, 6j], 13.0, [1.5 + 2j, 0, 6j]])
 
 
 class Twice(Program):
-    """An array in two places counts twice."""
+    """An array in two places of the tree counts twice."""
 
     def arrays(self, fw: Framework) -> Any:
         return fw.array([3.0, 4.0])
 
-    def run(self, uc: Any, given: Any) -> Any:
-        return list(uc.clip_by_global_norm({"a": given, "b": [given]}, 1.0))
+    def run(self, uc: Any, inputs: Any) -> Any:
+        return list(uc.clip_by_global_norm({"a": inputs, "b": [inputs]}, 1.0))
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         wanted = np.asarray([3.0, 4.0]) / math.sqrt(50)
         close_leaves(fw, found, [wanted, wanted, math.sqrt(50)])
 
 
 class Empty(Program):
-    """Leaves without entries count nothing, single numbers count."""
+    """Leaves without elements contribute nothing; scalars do."""
 
     def arrays(self, fw: Framework) -> Any:
         return [fw.array(np.zeros((2, 0))), [fw.array(np.zeros((0, 3))), fw.array(4.0), None]]
 
-    def run(self, uc: Any, given: Any) -> Any:
-        empty, mixed = given
+    def run(self, uc: Any, inputs: Any) -> Any:
+        empty, mixed = inputs
         results = [uc.clip(empty, rule(1.0)) for rule in norm_rules(uc).values()]
         alone = [[clipped, report.finite, report.clipped] for clipped, report in results]
         return [
@@ -847,7 +844,7 @@ class Empty(Program):
             [list(uc.clip_by_global_norm(mixed, 2.0, ord=p)) for p in (1, 2, 3, math.inf)],
         ]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         alone, together = found
         for clipped, finite, changed in alone:
             assert tuple(clipped.shape) == (2, 0)
@@ -860,23 +857,23 @@ class Empty(Program):
 
 
 class Shapes(Program):
-    """Gradients of other shapes in the same tree are measured by their own sizes."""
+    """Gradients with other shapes in the same tree are measured by their own sizes."""
 
     def arrays(self, fw: Framework) -> Any:
         return [{"w": fw.array(np.ones(size))} for size in (2, 3, 5, 3)]
 
-    def run(self, uc: Any, given: Any) -> Any:
+    def run(self, uc: Any, inputs: Any) -> Any:
         rules = (uc.by_average_norm(0.1), uc.by_block_rms(0.1))
-        return [[uc.clip(grads, rule)[1].norms for rule in rules] for grads in given]
+        return [[uc.clip(grads, rule)[1].norms for rule in rules] for grads in inputs]
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for grads, norms in zip(given, found, strict=True):
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        for grads, norms in zip(inputs, found, strict=True):
             size = grads["w"].shape[0]
             close_leaves(fw, norms, [math.sqrt(size) / size, 1.0])
 
 
 class InPlace(Program):
-    """What is written in place is, to the bit, what `uc.clip` returns."""
+    """In-place clipping writes the same bits that `uc.clip` returns."""
 
     def applies(self, fw: Framework) -> bool:
         return fw.writes
@@ -884,8 +881,8 @@ class InPlace(Program):
     def arrays(self, fw: Framework) -> Any:
         return [{dtype: tree(fw, dtype) for dtype in floats(fw)}, fw.array([3, 4], "int32")]
 
-    def run(self, uc: Any, given: Any) -> Any:
-        every, whole = given
+    def run(self, uc: Any, inputs: Any) -> Any:
+        trees, whole = inputs
         rules = [norm_rules(uc)[name](1.0) for name in ("leaf", "rows", "Linf", "rms")]
         rules += [
             uc.by_global_norm(100.0),
@@ -893,8 +890,8 @@ class InPlace(Program):
             uc.by_value(-2.0, 2.0),
             abs,
         ]
-        some = [(every["float32"], rule) for rule in rules]
-        some += [(grads, uc.by_global_norm(6.5)) for grads in every.values()] + [
+        some = [(trees["float32"], rule) for rule in rules]
+        some += [(grads, uc.by_global_norm(6.5)) for grads in trees.values()] + [
             (whole, uc.by_value(-1, 3))
         ]
         return [[uc.clip(grads, rule)[0], self._written(uc, grads, rule)] for grads, rule in some]
@@ -904,6 +901,6 @@ class InPlace(Program):
         uc.clip_(copies, rule)
         return copies
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for wanted, written in found:
             same_bits(fw, written, wanted)

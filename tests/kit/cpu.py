@@ -1,4 +1,4 @@
-"""A pytest plugin: how many CPU seconds each file of tests takes, and a budget for all of them."""
+"""A pytest plugin that measures the CPU seconds of each file, and enforces a budget for the run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 FACTOR = 1.5
-"""By how much a run may exceed its budget: a busy machine takes more CPU time, too."""
+"""Tolerated excess over the budget: a busy machine takes more CPU time, too."""
 START = pytest.StashKey[float]()
 SPENT: Counter[str] = Counter()
-"""The CPU seconds of each file, in the process that prints."""
+"""CPU seconds of each file, in the process that prints them."""
 
 
 def seconds() -> float:
@@ -29,13 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note when a test begins."""
+    """Store the CPU time at the start of a test."""
     item.stash[START] = seconds()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Put the CPU seconds of a test into its last report, which reaches the process that prints."""
+    """Store the CPU seconds of a test in its last report, which is sent to the printing process."""
     report = yield
     if report.when == "teardown":
         report.user_properties.append(("cpu", seconds() - item.stash.get(START, seconds())))
@@ -51,7 +51,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail above the budget; the workers have ended by now, and their time counts."""
+    """Fail the run if it exceeds the budget.
+
+    The workers have ended by now, so their time counts.
+    """
     budget = session.config.getoption("--cpu-minutes")
     if budget and not hasattr(session.config, "workerinput") and seconds() > 60 * FACTOR * budget:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -60,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the files by what they cost."""
+    """Print the files, most expensive first."""
     budget = config.getoption("--cpu-minutes")
     if not budget:
         return

@@ -1,8 +1,9 @@
-"""A library that behaves like CuPy, on a CPU: what a backend must not assume of an accelerator.
+"""A CPU library that behaves like CuPy, to test what a backend must not assume of an accelerator.
 
-NumPy cannot read its arrays. Its devices are contexts and cannot be hashed. Functions run on the
-current device, and refuse arrays of another one. Views share memory, whose addresses an array tells
-by ``__cuda_array_interface__``. Reading a value is counted, since the host would have to wait.
+NumPy cannot read its arrays. Its devices are context managers and cannot be hashed. Functions run
+on the current device, and refuse arrays of another one. Views share memory, and
+``__cuda_array_interface__`` exposes its address. Reads of values are counted, since a host would
+have to wait.
 
 This module is the namespace: ``array.__array_namespace__()`` returns it.
 """
@@ -19,9 +20,7 @@ from typing import Any
 import numpy as np
 
 COUNTS: Counter[str] = Counter()
-"""How many values were read ("reads"), how many kernels were started ("launches"), and how many
-entries arrays of constants have ("constants").
-"""
+"""Counters of values read ("reads"), kernels ("launches"), and constant elements ("constants")."""
 VIEWS = {"broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze"}
 """Functions that start no kernel, and run on any device."""
 DTYPES = (
@@ -34,7 +33,7 @@ MAKERS = {"arange", "asarray", "empty", "eye", "full", "linspace", "ones", "zero
 
 
 class Device:
-    """An accelerator, which is the current one inside of a ``with`` statement."""
+    """An accelerator; a ``with`` statement makes it the current one."""
 
     current: list[Device]
     __hash__ = None  # type: ignore[assignment]
@@ -50,7 +49,7 @@ class Device:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of arrays there; the third device has no float64."""
+        """The dtypes of the device; the third device has no float64."""
         return [name for name in DTYPES if self.number < 2 or name not in WIDE]
 
     def __enter__(self) -> Device:  # noqa: PYI034 - Self is of Python 3.11
@@ -97,7 +96,7 @@ class Array:
         return self._values.__array_interface__
 
     def get(self) -> np.ndarray:
-        """Return the values as NumPy's."""
+        """Return the values as a NumPy array."""
         COUNTS["reads"] += 1
         return self._values.copy()
 
@@ -109,7 +108,7 @@ class Array:
         return f"Array({self._values!r}, {self.device})"
 
     def made(self, values: Any) -> Array:
-        """Return an array that was computed from this one."""
+        """Return the result of an operation on this array."""
         return Array(np.asarray(values), self.device)
 
     def __getitem__(self, key: Any) -> Array:
@@ -123,7 +122,7 @@ class Array:
 
 
 def on_current_device(*arrays: Any) -> list[Any]:
-    """Return arrays as NumPy's; refuse those of another device, and NumPy's own."""
+    """Return NumPy arrays of the values; refuse arrays of another device, and NumPy's."""
     for array in arrays:
         if isinstance(array, Array) and array.device != Device.current[-1]:
             msg = f"an array of {array.device}, but the current device is {Device.current[-1]}"
@@ -135,7 +134,7 @@ def on_current_device(*arrays: Any) -> list[Any]:
 
 
 def lifted(name: str) -> Callable[..., Any]:
-    """Return a function of NumPy as one of this library."""
+    """Return a function of NumPy as a function of this library."""
     function = getattr(np, name)
 
     def call(*args: Any, device: Any = None, **options: Any) -> Any:
@@ -164,7 +163,7 @@ def lifted(name: str) -> Callable[..., Any]:
 
 
 def maker(name: str) -> Callable[..., Any]:
-    """Return a function that makes arrays, on the current device if no other one is given."""
+    """Return a function that creates arrays, by default on the current device."""
     function = getattr(np, name)
 
     def make(first: Any, *args: Any, device: Device | None = None, **options: Any) -> Array:
@@ -182,7 +181,7 @@ def maker(name: str) -> Callable[..., Any]:
 
 
 def astype(array: Array, dtype: Any, /, *, copy: bool = True) -> Array:
-    """Return an array in another dtype."""
+    """Return an array converted to another dtype."""
     [values] = on_current_device(array)
     COUNTS["launches"] += 1
     return Array(values.astype(dtype, copy=copy), array.device)
@@ -203,7 +202,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __array_namespace_info__() -> Any:  # noqa: N807 - the standard's name
-    """Return what the library tells of its devices and dtypes."""
+    """Return the inspection object of the array API standard: devices and dtypes."""
     return SimpleNamespace(
         dtypes=lambda *, device: {name: np.dtype(name) for name in device.dtypes},
         devices=lambda: [Device(0), Device(1), Device(2)],

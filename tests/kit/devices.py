@@ -1,6 +1,4 @@
-"""What stands for an accelerator: arrays that say they are on one,
-where no host may read them without waiting.
-"""
+"""Simulated accelerators: the host cannot read the values of their arrays without waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import numpy as np
 
 
 class Device(NamedTuple):
-    """What an array says about an accelerator; its memory is the CPU's all the same."""
+    """The attributes of a simulated accelerator. Its storage is on the CPU."""
 
     type: str = "cuda"
     index: int = 0
@@ -34,18 +32,18 @@ READS = (
     "__index__",
 )
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
-"""Operations of PyTorch whose result the host has to wait for."""
+"""PyTorch operations whose result the host must wait for."""
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
-    """Stand for what reads an array."""
+    """Raise in place of a function that reads an array."""
     msg = "the host reads an array"
     raise AssertionError(msg)
 
 
 @contextmanager
 def patched(target: Any, **new: Any) -> Iterator[None]:
-    """Put others in place of some attributes, which the target may only inherit."""
+    """Replace attributes of a target, also inherited ones."""
     with ExitStack() as stack:
         for name, value in new.items():
             stack.enter_context(mock.patch.object(target, name, value, create=True))
@@ -54,7 +52,7 @@ def patched(target: Any, **new: Any) -> Iterator[None]:
 
 @contextmanager
 def by_numpy(kind: type) -> Iterator[None]:
-    """Refuse that NumPy looks into the memory of arrays of a kind."""
+    """Refuse NumPy's access to the memory of arrays of a type."""
 
     def without(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda array, *rest, **options: (refuse if isinstance(array, kind) else function)(
@@ -73,7 +71,7 @@ def by_numpy(kind: type) -> Iterator[None]:
 
 @contextmanager
 def elsewhere(device: Device = Device()) -> Iterator[None]:  # noqa: B008 - it never changes
-    """Let every tensor of PyTorch say that it is on an accelerator; refuse reads by the host."""
+    """Let every PyTorch tensor report an accelerator, and refuse reads by the host."""
     import torch
 
     move = torch.Tensor.to
@@ -91,16 +89,16 @@ def elsewhere(device: Device = Device()) -> Iterator[None]:  # noqa: B008 - it n
 
 @contextmanager
 def on_torch() -> Iterator[None]:
-    """Let every tensor say that it is on an accelerator, where the host reads none.
+    """Let every tensor report an accelerator, and refuse reads by the host.
 
-    Triton's kernels are left out: there is no accelerator.
+    Triton kernels are disabled, since there is no accelerator.
     """
-    # which notes the attributes of tensors when it is imported, and not those patched here
+    # The import caches the attributes of tensors, so it must come before they are patched.
     import torch._dynamo  # noqa: F401
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoReads(TorchDispatchMode):
-        """Refuse operations that make the host wait."""
+        """A dispatch mode that refuses operations that make the host wait."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -115,7 +113,7 @@ def on_torch() -> Iterator[None]:
 
 @contextmanager
 def as_nvidia(capability: tuple[int, int], device: Device) -> Iterator[None]:
-    """Let tensors say that they are on a GPU of NVIDIA, as far as PyTorch without CUDA can.
+    """Let tensors report an NVIDIA GPU, as far as PyTorch without CUDA can.
 
     Nothing can be compiled for it.
     """
@@ -138,7 +136,7 @@ def as_nvidia(capability: tuple[int, int], device: Device) -> Iterator[None]:
 
 @contextmanager
 def on_tensorflow() -> Iterator[None]:
-    """Let every tensor say that it is on an accelerator, where the host reads none."""
+    """Let every tensor report an accelerator, and refuse reads by the host."""
     import tensorflow as tf
 
     device = property(lambda tensor: "/job:localhost/replica:0/task:0/device:GPU:0")
@@ -149,18 +147,20 @@ def on_tensorflow() -> Iterator[None]:
 
 @contextmanager
 def on_jax() -> Iterator[None]:
-    """Let every array say that it is on an accelerator, where the host reads none."""
+    """Let every array report an accelerator, and refuse reads by the host."""
     import jax
     import jax.numpy as jnp
 
     kind = type(jnp.ones(1))
-    # Equal to no other.
-    apart = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
+    # This sharding is equal to no other.
+    unequal_sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="unpinned_host"
+    )
     methods = dict.fromkeys(READS, refuse) | {
         "devices": lambda array: {Device()},
         "_value": property(refuse),
     }
-    methods |= {"sharding": property(lambda array: apart)}
+    methods |= {"sharding": property(lambda array: unequal_sharding)}
     with patched(kind, **methods), by_numpy(kind):
         yield
 

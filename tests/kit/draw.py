@@ -1,8 +1,7 @@
-"""Random rules, trees and values.
+"""Random rules, trees and values for the fuzz.
 
-Each rule is made by a package that is given, and as plain data for the oracle.
-
-Whatever makes a rule takes the package as ``uc``: the same case can be made with another one.
+Each rule is created by a package, passed as ``uc``, and described as plain data for the oracle. The
+same case can thus be created with another version of the package.
 """
 # ruff: noqa: C901, PLR0911 - a choice among many returns many
 
@@ -25,12 +24,12 @@ LOGS = {
     "float16": (-24, 15), "bfloat16": (-133, 127), "float32": (-149, 127), "complex64": (-149, 126),
     "float64": (-1074, 1023), "complex128": (-1074, 1022), "int32": (0, 9), "int64": (0, 9),
 }  # fmt: skip
-"""Which powers of two the entries of a dtype may have."""
+"""The range of exponents (powers of two) for the elements of each dtype."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a gradient is in a tree, and what it is like."""
+    """The place of a gradient in a tree, with its shape, dtype and memory layout."""
 
     number: int
     shape: tuple[int, ...]
@@ -49,28 +48,28 @@ class Case:
     slots: list[Slot]
     way: str = "plain"
     steps: list[list[np.ndarray | None]] = field(default_factory=list)
-    """For each step the values of each slot, ``None`` where there is none at that step."""
+    """The values of each slot at each step, ``None`` where a gradient is absent."""
     params: list[np.ndarray] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     twice: tuple[int, int] | None = None
-    """Two slots that hold the same array."""
+    """Two slots that share one array."""
     boxed: bool = False
-    """Whether the limit is an array, in single precision."""
+    """True if the limit is an array, in single precision."""
     tie: float | None = None
-    """Which norm of the first step is to be the limit, as a share of all of them."""
+    """The rank of the norm of the first step that becomes the limit, as a share of all norms."""
     saved: int | None = None
-    """Before which step the state is saved and loaded."""
+    """The step before which the state is saved and loaded."""
     aside: Case | None = None
-    """What the same rule clips now and then, beside these steps: gradients of other shapes."""
+    """Gradients of other shapes that the same rule clips between these steps."""
     processes: list[int] = field(default_factory=list)
-    """For each slot the process that holds it, -1 for all of them, -2 for a part in each."""
+    """The process of each slot: -1 for a replica in each, -2 for a shard in each."""
 
     def __str__(self) -> str:
         return f"{self.way} {self.rule!r} of {self.tree!r} in {len(self.steps)} steps"
 
 
 def chance(rng: Rng, share: float) -> bool:
-    """Return whether something happens that does in so many of all cases."""
+    """Return True with a probability of ``share``."""
     return bool(rng.random() < share)
 
 
@@ -80,42 +79,43 @@ def one_of(rng: Rng, *choices: Any) -> Any:
 
 
 def logarithmic(rng: Rng, low: float, high: float) -> float:
-    """Return a number between two others, each order of magnitude as likely as the next."""
+    """Return a number between two bounds, log-uniformly distributed."""
     return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
 class OfPath:
-    """A function of the path of a leaf, which may say the same of all leaves,
-    as no Python function may.
+    """A named function of the path of a leaf.
+
+    It may label all leaves alike, which a Python function must not.
     """
 
     def __init__(self, function: Callable[[Path], Any]) -> None:
         self.function, self.__qualname__ = function, function.__name__
 
     def __call__(self, path: Path, leaf: Any) -> Any:
-        """Label a leaf, or choose it."""
+        """Return the label of a leaf, or whether it is chosen."""
         return self.function(path)
 
     def __repr__(self) -> str:
-        """Return its name."""
+        """Return the name of the function."""
         return self.__qualname__
 
 
 @OfPath
 def by_depth(path: Path) -> int:
-    """Label a leaf."""
+    """Return the parity of the depth of a leaf as its label."""
     return len(path) % 2
 
 
 @OfPath
 def by_first(path: Path) -> str:
-    """Label a leaf."""
+    """Return the first key of a leaf as its label."""
     return str(path[0]) if path else "the only one"
 
 
 @OfPath
 def by_last(path: Path) -> bool:
-    """Choose a leaf."""
+    """Return whether a leaf is chosen, by its last key."""
     return str(path[-1:]) < "(1"
 
 
@@ -126,7 +126,7 @@ CURVES = ("hard", "soft", "smooth", "tanh", "normalize", "reject", "root")
 
 
 def curve_of(uc: ModuleType, name: Any) -> Any:
-    """Return a curve by its name; one with a parameter has a pair for a name."""
+    """Return a curve by its name, or by a pair of name and parameter."""
     if isinstance(name, tuple):
         curves = uc.curves
         made = {
@@ -141,7 +141,7 @@ def curve_of(uc: ModuleType, name: Any) -> Any:
 
 
 def drawn_scope(uc: ModuleType, rng: Rng) -> tuple[Any, Scope]:
-    """Return which entries share a norm."""
+    """Return a random scope."""
     axes = one_of(rng, (0,), (-1,), (0, -1), (1,))
     axis = one_of(rng, None, 0, -1)
     label = one_of(rng, by_depth, by_first)
@@ -188,7 +188,7 @@ def drawn_curve(rng: Rng) -> Any:
 
 
 def drawn_rule(uc: ModuleType, rng: Rng, size: float) -> Made:
-    """Return a rule of any four choices, without memory."""
+    """Return a stateless rule of four random choices."""
     scope, own_scope = drawn_scope(uc, rng)
     p, power = one_of(rng, 1, 1.5, 2, 2, 2, 3, math.inf), one_of(rng, 0, 0, 0, 0.5, 1)
     name, policy, limit = drawn_curve(rng), one_of(rng, *POLICIES), drawn_limit(rng, size)
@@ -199,7 +199,7 @@ def drawn_rule(uc: ModuleType, rng: Rng, size: float) -> Made:
 
 
 def drawn_fixed(uc: ModuleType, rng: Rng, size: float) -> Made:
-    """Return a preset with a limit that is given."""
+    """Return a preset with a fixed limit."""
     c, policy = drawn_limit(rng, size), one_of(rng, *POLICIES)
     limit, more = ("constant", float(c)), {"nonfinite": policy}
     order, axis = one_of(rng, 1, 1.5, 2, 2, 3, math.inf), one_of(rng, 0, -1, (0, 1))
@@ -276,7 +276,7 @@ def drawn_relative(uc: ModuleType, rng: Rng, size: float) -> Made:
 
 
 def drawn_for_examples(uc: ModuleType, rng: Rng, size: float) -> Made:
-    """Return a preset for gradients of single examples, without memory."""
+    """Return a stateless preset for per-example gradients."""
     c, policy = drawn_limit(rng, size), one_of(rng, "propagate", "skip", "zero")
     c = min(c, 1e300)
     gamma, by_size = logarithmic(rng, 1e-3, 1), chance(rng, 0.5)
@@ -299,8 +299,8 @@ def drawn_for_examples(uc: ModuleType, rng: Rng, size: float) -> Made:
     return uc.psac(c, gamma, **more), plan
 
 
-def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
-    """Return a preset that remembers."""
+def drawn_stateful(uc: ModuleType, rng: Rng, size: float) -> Made:
+    """Return a stateful preset."""
     policy = one_of(rng, *POLICIES)
     decay, z = one_of(rng, 0.5, 0.9, 0.97, 0.98, 0.999), one_of(rng, 0.5, 1.5, 2.5, 2)
     ratio, window, warmup = (
@@ -351,7 +351,7 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
             joint = min(joint, 1e37)
             limit = ("ema", ratio, decay, warm, joint)
             rule = uc.adagc(max(ratio, 1), decay, warm, joint, **more)
-            # which the preset refuses
+            # The preset refuses these ratios.
             rule = replace(rule, limit=uc.limits.Ema(*limit[1:])) if ratio < 1 else rule
             return rule, Plan(scope=Scope("leaf"), limit=limit, policy=policy)
         case "growth":
@@ -385,20 +385,21 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
             rule = uc.by_example_quantile(quantile, rate, start, min=low, max=high, **more)
             limit = ("quantile", quantile, rate, start, low, high)
             return rule, Plan(scope=Scope("example"), limit=limit, policy=policy)
-    # The function computes in float32, in whose normal numbers it has to stay.
+    # The schedule computes in float32 and must stay in the normal range.
     low, high = (max(1e-36, min(size * logarithmic(rng, 0.1, 10), 1e37)) for _ in range(2))
     rule = uc.by_global_norm(uc.limits.Schedule(lambda step: low + high * 0.5**step), **more)
     return rule, Plan(limit=("schedule", low, high, 0.5), policy=policy)
 
 
-def drawn_remembering(uc: ModuleType, rng: Rng, size: float) -> Made:
-    """Return a limit that remembers in another scope than that of its preset."""
-    rule, plan = drawn_memory(uc, rng, size)
+def drawn_stateful_in_scope(uc: ModuleType, rng: Rng, size: float) -> Made:
+    """Return a stateful limit in another scope than that of its preset."""
+    rule, plan = drawn_stateful(uc, rng, size)
     if plan.scope.kind == "example":
         return rule, plan
     scope, own = drawn_scope(uc, rng)
     if plan.limit[0] == "percentile of all" and own.kind in {"entry", "row", "axes", "unit"}:
-        scope, own = uc.scopes.each_leaf, Scope("leaf")  # each histogram has many bins
+        # Each histogram has many bins.
+        scope, own = uc.scopes.each_leaf, Scope("leaf")
     name = plan.curve if chance(rng, 0.7) else drawn_curve(rng)
     rule = uc.Rule(
         rule.limit, scope=scope, norm=rule.norm, curve=curve_of(uc, name), nonfinite=rule.nonfinite
@@ -407,11 +408,11 @@ def drawn_remembering(uc: ModuleType, rng: Rng, size: float) -> Made:
 
 
 def drawn_named(uc: ModuleType, rng: Rng, size: float) -> Made:
-    """Return a rule whose groups have limits of several kinds."""
+    """Return a rule whose groups have limits of several types."""
     policy, label = one_of(rng, *POLICIES), one_of(rng, by_depth, by_first)
     limits, plans = {}, {}
     for name in [0, 1, "the only one", *"012345", *"abcdef"]:
-        rule, plan = (drawn_memory if chance(rng, 0.5) else drawn_rule)(uc, rng, size)
+        rule, plan = (drawn_stateful if chance(rng, 0.5) else drawn_rule)(uc, rng, size)
         if (
             plan.limit[0] == "percentile of all"
             or plan.scope.kind == "example"
@@ -426,7 +427,7 @@ def drawn_named(uc: ModuleType, rng: Rng, size: float) -> Made:
 def drawn_made(uc: ModuleType, rng: Rng, size: float, *, deep: bool = True) -> Made:
     """Return any rule."""
     kinds = [drawn_rule] * 6 + [drawn_fixed] * 6 + [drawn_relative] * 2 + [drawn_for_examples] * 2
-    kinds += [drawn_memory] * 4 + [drawn_remembering] * 2 + [drawn_named]
+    kinds += [drawn_stateful] * 4 + [drawn_stateful_in_scope] * 2 + [drawn_named]
     if not deep or chance(rng, 0.9):
         return one_of(rng, *kinds)(uc, rng, size)
     if chance(rng, 0.4):
@@ -442,7 +443,7 @@ def drawn_made(uc: ModuleType, rng: Rng, size: float, *, deep: bool = True) -> M
 
 
 def plans_of(plan: Plan) -> list[Plan]:
-    """Return the plans of a plan that are not made of others."""
+    """Return the plans of the rules that a plan consists of."""
     return [inner for part in plan.parts for inner in plans_of(part)] if plan.parts else [plan]
 
 
@@ -450,7 +451,7 @@ def plans_of(plan: Plan) -> list[Plan]:
 
 
 def drawn_dtypes(rng: Rng, dtypes: list[str]) -> list[str]:
-    """Return the dtypes that the leaves of a tree have."""
+    """Return the dtypes of the leaves of a tree."""
     floats = [dtype for dtype in dtypes if not dtype.startswith("int")]
     allowed = dtypes if chance(rng, 0.1) else floats
     return [one_of(rng, *allowed) for _ in range(1 if chance(rng, 0.65) else 3)]
@@ -459,9 +460,9 @@ def drawn_dtypes(rng: Rng, dtypes: list[str]) -> list[str]:
 POOL: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((), (3,), (2, 3)), ((3,), (2, 3)), ((2, 3), (2, 1, 3)), ((2, 1, 3), (2, 1, 3))
 )  # fmt: skip
-"""The shapes of the leaves of four trees, for what is compiled for each shape."""
+"""Shapes of the leaves of four trees, for programs that are compiled for each shape."""
 LONG_LEAF = 140_001
-"""How many entries a large leaf has."""
+"""The number of elements of a large leaf."""
 
 
 def drawn_tree(
@@ -475,13 +476,14 @@ def drawn_tree(
 ) -> tuple[Any, list[Slot]]:
     """Return a tree whose leaves fit the scopes of a plan.
 
-    One of ``few``, for what is compiled for each shape.
+    With ``few``, the shapes come from a small pool, since each one is compiled.
     """
     plans = plans_of(plan)
     least = max(_least(part.scope) for part in plans)
     alike = any(part.scope.kind == "example" or part.limit[0] == "split" for part in plans)
     rows = int(rng.integers(1, 5)) if alike else None
-    # which neither complex numbers nor all whole ones have
+    # Clipping by value has no meaning for complex numbers, and halves of integers may not be
+    # integers.
     if any(part.kind in {"value", "halve"} for part in plans):
         dtypes = [dtype for dtype in dtypes if not dtype.startswith(("complex", "int"))] or [
             "float32"
@@ -539,7 +541,7 @@ def drawn_tree(
 def _least(scope: Scope) -> int:
     """Return how many dimensions a leaf needs."""
     if scope.kind == "axes":
-        # None named twice.
+        # Axes must be distinct.
         return max(len(scope.axes), *(axis + 1 if axis >= 0 else -axis for axis in scope.axes))
     return 1 if scope.kind in {"row", "example"} else 0
 
@@ -548,7 +550,7 @@ def _least(scope: Scope) -> int:
 
 
 def drawn_scale(rng: Rng, dtypes: list[str]) -> tuple[str, int]:
-    """Return how entries are made, and the power of two that they have about."""
+    """Return how elements are drawn, and the power of two of their size."""
     kind = one_of(
         rng, *["usual"] * 6, "large", "small", "any", "any", "wide", "whole", "whole", "equal"
     )
@@ -564,7 +566,7 @@ def drawn_scale(rng: Rng, dtypes: list[str]) -> tuple[str, int]:
 
 
 def drawn_values(rng: Rng, slot: Slot, kind: str, power: float, share: float) -> np.ndarray:
-    """Return the values of a gradient; a share of them is not finite."""
+    """Return the values of a gradient, some of which are not finite."""
     complex_, low, high = slot.dtype.startswith("complex"), *LOGS[slot.dtype]
 
     def real() -> np.ndarray:
@@ -589,13 +591,13 @@ def drawn_values(rng: Rng, slot: Slot, kind: str, power: float, share: float) ->
 
 
 def _values_of(rng: Rng, case: Case, kind: str, power: float, count: int) -> None:
-    """Draw what happens at each step."""
+    """Draw the values, losses and saves of each step."""
     plans = plans_of(case.plan)
     one = len({slot.dtype for slot in case.slots}) == 1
-    known = lambda part: (
-        not part.remembers or (part.rows_apart and (one or part.scope.kind == "all"))
+    may_be_absent = lambda part: (
+        not part.stateful or (part.independent_rows and (one or part.scope.kind == "all"))
     )
-    gaps = chance(rng, 0.3) and all(map(known, plans))
+    gaps = chance(rng, 0.3) and all(map(may_be_absent, plans))
     for number in range(count):
         swing = float(np.exp(rng.standard_normal() * one_of(rng, 0.05, 0.3))) if count > 1 else 1.0
         swing *= logarithmic(rng, 3, 1e4) if count > 1 and chance(rng, 0.08) else 1.0
@@ -604,8 +606,8 @@ def _values_of(rng: Rng, case: Case, kind: str, power: float, count: int) -> Non
             drawn_values(rng, slot, kind, power + math.log2(swing), share) for slot in case.slots
         ]
         values = [np.zeros_like(one) for one in values] if chance(rng, 0.03) else values
-        # The first step tells what there is to remember.
-        gone = gaps and (number or not case.plan.remembers)
+        # A stateful rule must see all leaves at the first step.
+        gone = gaps and (number or not case.plan.stateful)
         share = 1.0 if chance(rng, 0.1) else 0.1
         case.steps.append([None if gone and chance(rng, share) else one for one in values])
         loss = float(rng.normal(2, 0.2)) * (10 if chance(rng, 0.05) else 1)
@@ -613,7 +615,7 @@ def _values_of(rng: Rng, case: Case, kind: str, power: float, count: int) -> Non
         case.losses.append(
             loss if any(part.limit[0] == "rolling z-score" for part in plans) else None
         )
-        case.saved = number if case.plan.remembers and chance(rng, 0.3) else case.saved
+        case.saved = number if case.plan.stateful and chance(rng, 0.3) else case.saved
     case.params = [
         drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in case.slots
     ]
@@ -628,7 +630,7 @@ def drawn_case(
     *,
     few: bool = False,
 ) -> Case:
-    """Return a rule, a tree, and what happens at each step."""
+    """Return a rule, a tree, and the values of each step."""
     own = drawn_dtypes(rng, dtypes)
     kind, power = drawn_scale(rng, own)
     size = math.ldexp(float(rng.uniform(0.5, 4)), min(power, 1020))
@@ -636,7 +638,7 @@ def drawn_case(
     plans, large = plans_of(plan), chance(rng, 0.02) and not few
     tree, slots = drawn_tree(rng, plan, own, layouts, few=few, large=large)
     case = Case(rule, plan, tree, slots)
-    count = int(one_of(rng, 2, 3, 3, 4, 5, 8, 12, 20)) if plan.remembers else 1
+    count = int(one_of(rng, 2, 3, 3, 4, 5, 8, 12, 20)) if plan.stateful else 1
     _values_of(rng, case, kind, power, min(count, 4) if large or few else count)
     case.way = one_of(rng, *[way for way in ways if way in fitting(case)])
     if plan.kind == "rule" and plan.limit[0] == "constant" and chance(rng, 0.15):
@@ -650,22 +652,25 @@ def drawn_case(
     if alike and chance(rng, 0.15) and case.way in {"plain", "holder"}:
         case.twice = tuple(slot.number for slot in one_of(rng, *alike))
     if any(part.limit[0] == "percentile of all" and part.scope.kind != "all" for part in plans):
-        case.saved = None  # as text they are long
+        # Their saved states are long texts.
+        case.saved = None
     case.boxed = chance(rng, 0.1)
     if chance(rng, 0.2):
         other = drawn_tree(rng, plan, own, layouts, few=few)
         case.aside = Case(rule, plan, *other)
-        _values_of(rng, case.aside, kind, power, 2 if plan.remembers else 1)
-    # Processes have all named groups, this run its own.
+        _values_of(rng, case.aside, kind, power, 2 if plan.stateful else 1)
+    # Every process has all named groups, so the limits are those of this case.
     if case.way == "parts" and case.plan.limit[0] == "per group":
         named = {case.plan.scope.label(path, slot) for path, slot in walk(tree)}
         limits = {name: limit for name, limit in rule.limit.limits if name in named}
         case.rule = replace(rule, limit=uc.limits.PerGroup(limits))
-        case.aside = None  # whose groups may have other names
+        # Its groups may have other names.
+        case.aside = None
     if case.way == "parts":
         case.processes = [-2 if slot.shape and chance(rng, 0.8) else -1 for slot in slots]
         if plan.scope.kind == "all" and len(slots) > 1:
-            count = min(len(slots), int(rng.integers(2, 4)))  # each of them holds one
+            # Each process gets a leaf.
+            count = min(len(slots), int(rng.integers(2, 4)))
             drawn = [*range(count), *rng.integers(-2, count, len(slots) - count).tolist()]
             case.processes = [
                 one if slot.shape else max(one, -1) for one, slot in zip(drawn, slots, strict=True)
@@ -674,12 +679,12 @@ def drawn_case(
 
 
 def fitting(case: Case) -> set[str]:
-    """Return in which ways a case may run."""
+    """Return the ways in which a case may run."""
     plan, plans, slots = case.plan, plans_of(case.plan), case.slots
     ints = any(slot.dtype.startswith("int") for slot in slots)
     full = all(value is not None for step in case.steps for value in step)
-    # The rows of their leaves.
-    held = full or not any(part.remembers and part.scope.kind != "all" for part in plans)
+    # A row of state belongs to a leaf, so stateful rules need all leaves.
+    complete = full or not any(part.stateful and part.scope.kind != "all" for part in plans)
     alike = len({slot.shape[:1] for slot in slots}) == 1 and full
     own_axis = any(part.scope.kind == "unit" and part.scope.axis is None for part in plans)
     rule, kind = plan.kind == "rule", plan.scope.kind
@@ -688,11 +693,11 @@ def fitting(case: Case) -> set[str]:
     fits = {
         "plain": True,
         "in place": not ints,
-        "familiar": not plan.remembers,
-        "holder": held,
-        "renamed": held and rule and kind != "groups" and case.saved,
-        "moved": held and plan.remembers and case.saved and not (ints or own_axis or case.boxed),
-        "summed": rule and kind in {"row", "example"} and not plan.remembers and alike,
+        "familiar": not plan.stateful,
+        "holder": complete,
+        "renamed": complete and rule and kind != "groups" and case.saved,
+        "moved": complete and plan.stateful and case.saved and not (ints or own_axis or case.boxed),
+        "summed": rule and kind in {"row", "example"} and not plan.stateful and alike,
         "parts": joined and not ints and len({BITS[slot.dtype] > 24 for slot in slots}) == 1,
     }
     return {way for way, fit in fits.items() if fit}

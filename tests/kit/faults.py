@@ -1,5 +1,6 @@
-"""Broken stand-ins for uniclip, each with one fault in its public functions:
-the contract has to find every one.
+"""Faulty stand-ins for uniclip, each with one fault in a public function.
+
+The contract must find every fault.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ Make = Callable[[Any], dict[str, Any]]
 
 
 class Fault(NamedTuple):
-    """Something wrong, and where it shows."""
+    """A fault, and the guarantee that it breaks."""
 
     what: str
     case: str
-    """The promise that is not kept any more."""
+    """The case of the guarantee that the fault breaks."""
     make: Make
-    """Returns the names that a broken uniclip has in place of the right ones."""
+    """Returns the faulty functions by their public names."""
 
     def broken(self, uc: Any) -> Any:
-        """Return what has all public names of uniclip, of which some are broken."""
+        """Return a namespace with the public names of uniclip, some of them faulty."""
         return SimpleNamespace(**({name: getattr(uc, name) for name in uc.__all__} | self.make(uc)))
 
 
 FAULTS: list[Fault] = []
 SPARSE: list[Fault] = []
-"""Those that need sparse arrays, here of PyTorch."""
+"""Faults that show in sparse arrays of PyTorch only."""
 
 
 def fault(what: str, case: str, faults: list[Fault] = FAULTS) -> Callable[[Make], Make]:
-    """Enter the function below."""
+    """Register a function that makes faulty functions."""
 
     def enter(make: Make) -> Make:
         faults.append(Fault(what, case, make))
@@ -46,7 +47,7 @@ def fault(what: str, case: str, faults: list[Fault] = FAULTS) -> Callable[[Make]
 
 
 class Wrapped:
-    """A rule whose ``update`` is another one."""
+    """A rule with another ``update``."""
 
     def __init__(self, rule: Any, update: Step) -> None:
         self.rule, self._update = rule, update
@@ -59,9 +60,7 @@ class Wrapped:
 
 
 def clipping(uc: Any, clip: Step) -> dict[str, Any]:
-    """Return the functions that clip once, made of
-    ``clip(uc, grads, rule, *rest) -> clipped, report``.
-    """
+    """Return functions that clip once by ``clip(uc, grads, rule, *rest) -> clipped, report``."""
 
     def by_global_norm(grads: Any, max_norm: Any, **options: Any) -> Any:
         clipped, report = clip(uc, grads, uc.by_global_norm(max_norm, **options))
@@ -76,13 +75,13 @@ def clipping(uc: Any, clip: Step) -> dict[str, Any]:
     }
 
 
-def remembering(preset: Callable[..., Any], update: Step) -> Callable[..., Any]:
-    """Return a preset whose rules are updated in another way."""
+def with_update(preset: Callable[..., Any], update: Step) -> Callable[..., Any]:
+    """Return a preset whose rules have another ``update``."""
     return lambda *args, **options: Wrapped(preset(*args, **options), update)
 
 
 def changed(report: Any, **fields: Any) -> Any:
-    """Return what has the fields of a report, some of them changed."""
+    """Return a copy of a report with some fields replaced."""
     names = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
     return SimpleNamespace(
         **({name: getattr(report, name) for name in names} | fields), scalars=report.scalars
@@ -179,19 +178,20 @@ def _(uc: Any) -> dict[str, Any]:
         clipped, new, report = rule.update(grads, state, *args, **options)
         return clipped, (new if report.finite else type(new)(*map(spoiled, new))), report
 
-    return {"adagc": remembering(uc.adagc, update)}
+    return {"adagc": with_update(uc.adagc, update)}
 
 
 @fault("what is not clipped yet is learned", "an adaptive limit")
 def _(uc: Any) -> dict[str, Any]:
     def update(rule: Any, grads: Any, state: Any, *args: Any, **options: Any) -> Any:
         clipped, new, report = rule.update(grads, state, *args, **options)
-        if report.clipped and report.finite:  # the running mean is that of the norm before
+        # The running mean then contains the norm before clipping.
+        if report.clipped and report.finite:
             norm = np.reshape(report.norms, new[0].shape)
             new = new._replace(**{new._fields[0]: state[0] + 0.5 * (norm - state[0])})
         return clipped, new, report
 
-    return {"zclip": remembering(uc.zclip, update)}
+    return {"zclip": with_update(uc.zclip, update)}
 
 
 @fault("a skipped step is multiplied by zero", '… and `nonfinite="skip"`')
@@ -245,7 +245,7 @@ def _(uc: Any) -> dict[str, Any]:
     def update(rule: Any, grads: Any, state: Any, *args: Any, **options: Any) -> Any:
         return rule.update(grads, state, *args, **(options | {"loss": None}))
 
-    return {"skip_spikes": remembering(uc.skip_spikes, update)}
+    return {"skip_spikes": with_update(uc.skip_spikes, update)}
 
 
 @fault("rows are taken for columns", "norm > limit")
@@ -284,7 +284,7 @@ def _(uc: Any) -> dict[str, Any]:
         clipped, new, report = rule.update(grads, state, *args, **options)
         return clipped, new, changed(report, thresholds=2 * state[0] - report.thresholds)
 
-    return {"zclip": remembering(uc.zclip, update)}
+    return {"zclip": with_update(uc.zclip, update)}
 
 
 @fault("float64 is measured in float32", "norm > limit")

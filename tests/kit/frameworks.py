@@ -1,6 +1,4 @@
-"""The frameworks the tests run on: how each makes an array,
-and how it runs code (eagerly, compiled).
-"""
+"""The frameworks of the tests: how each creates arrays, and runs code eagerly or compiled."""
 
 from __future__ import annotations
 
@@ -29,37 +27,38 @@ ALL_DTYPES = (
 
 
 class Framework:
-    """NumPy, and what the others override."""
+    """NumPy, and the base class of the other frameworks."""
 
     name = "numpy"
     family = "NumPy"
     missing: Mapping[str, str] = MappingProxyType({})
-    """The reason why there are no arrays of a dtype."""
+    """The reason why arrays of a dtype do not exist, by dtype."""
     same_objects = True
-    """Whether unclipped gradients come back as the very same objects."""
+    """True if unclipped gradients come back as the same objects."""
     adds_as_another = False
-    """Whether sums of millions of entries are made as on another framework of the suite."""
+    """True if sums of millions of elements use the code of another framework of the suite."""
     default_float = "float64"
     raises = True
-    """Whether the value of an array is read for errors (a traced one has none)."""
+    """True if invalid values raise errors (traced arrays have no values to check)."""
     traced = False
-    """Whether arrays have no values while the code runs."""
+    """True if arrays have no values while the code runs."""
     writes = True
-    """Whether arrays can be changed in place."""
+    """True if arrays can be changed in place."""
     device = "cpu"
-    """The device that arrays are put on, by the name that the framework has for it."""
+    """The device of the arrays, by the framework's name for it."""
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of its arrays."""
+        """The dtypes of the framework's arrays."""
         return [dtype for dtype in ALL_DTYPES if dtype not in self.missing]
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         """Return an array of the framework."""
-        return np.array(values, dtype=_numpy_dtype(dtype))  # a copy, which a test may write into
+        # A copy, so that a test may write into it.
+        return np.array(values, dtype=_numpy_dtype(dtype))
 
     def numpy(self, array: Any) -> np.ndarray:
-        """Return the values as NumPy's."""
+        """Return the values as a NumPy array."""
         return np.asarray(array)
 
     def dtype(self, array: Any) -> str:
@@ -67,31 +66,29 @@ class Framework:
         return str(getattr(array.dtype, "name", array.dtype)).rpartition(".")[2]
 
     def owns(self, array: Any) -> bool:
-        """Whether the array is the framework's own."""
+        """Return whether the array belongs to the framework."""
         return isinstance(array, (np.ndarray, np.generic))
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function as the framework's users call it many times.
+        """Return the function as users of the framework prepare it for many calls.
 
         Arguments are trees of arrays.
         """
         return function
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function as the framework's users do, once."""
+        """Call the function once, as users of the framework do."""
         return self.compiled(function)(*args)
 
     def outline(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what has the dtypes and shapes of what the function returns.
+        """Return dtypes and shapes of the results of a function.
 
         Nothing is compiled if there is a way.
         """
         return self.run(function, *args)
 
     def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the derivative of a scalar function by its first argument,
-        to be called many times.
-        """
+        """Return the derivative of a scalar function in its first argument, for many calls."""
         raise NotImplementedError
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
@@ -101,40 +98,38 @@ class Framework:
     def sparse(
         self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32"
     ) -> Any:
-        """Return a sparse array of rows; a row that occurs twice counts as the sum."""
+        """Return a sparse array of rows; duplicate rows are summed."""
         raise NotImplementedError
 
     def dense(self, leaf: Any) -> np.ndarray:
-        """Return a sparse array of the framework as a dense one of NumPy;
-        a dense one is an error.
-        """
+        """Return a sparse array of the framework as a dense NumPy array; fail for a dense one."""
         raise NotImplementedError
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Switch on what the framework needs for one test."""
+        """Enter the modes that the framework needs for a test."""
         yield
 
     @contextmanager
     def debugged(self) -> Iterator[None]:
-        """Have the framework stop at NaN and ∞, if it can."""
+        """Enable the framework's NaN debugger, if it has one."""
         yield
 
 
 def _numpy_dtype(name: str) -> Any:
-    """Return a dtype of NumPy; the one that is not NumPy's own comes from another package."""
+    """Return a NumPy dtype by name; ``bfloat16`` comes from another package."""
     return np.dtype(
         getattr(importlib.import_module("ml_dtypes"), name) if name == "bfloat16" else name
     )
 
 
 def _castable(values: Any, dtype: str) -> np.ndarray:
-    """Return the values in a dtype that every framework can read from NumPy."""
+    """Return the values as a NumPy array that every framework can convert to the dtype."""
     return np.asarray(values, dtype="float32" if dtype == "bfloat16" else dtype)
 
 
 class Strict(Framework):
-    """The array API standard and nothing more."""
+    """The array API standard, strictly."""
 
     name = "array-api-strict"
     family = "array-api-strict"
@@ -169,8 +164,9 @@ class Strict(Framework):
 
 
 class StrictDevice(Strict):
-    """The same on a device that NumPy cannot read,
-    and whose arrays cannot be mixed with those of another one.
+    """The standard on a device that NumPy cannot read.
+
+    Its arrays cannot be mixed with those of another device.
     """
 
     name = "array-api-strict-device"
@@ -179,7 +175,7 @@ class StrictDevice(Strict):
 
 
 class StrictNoFloat64(StrictDevice):
-    """The same on one without float64."""
+    """The standard on a device without float64."""
 
     name = "array-api-strict-no-float64"
     adds_as_another = False
@@ -191,7 +187,7 @@ class StrictNoFloat64(StrictDevice):
 
 
 class CuPyLike(Strict):
-    """A stand-in for CuPy: see `kit.cupy_like`."""
+    """The stand-in for CuPy: see `kit.cupy_like`."""
 
     name = "cupy-like"
     family = "CuPy's stand-in"
@@ -265,8 +261,9 @@ class Torch(Framework):
         return isinstance(array, torch.Tensor)
 
     def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
-        """Return, by name, what records a function of arrays on an example,
-        to call it with other values.
+        """Return the tracers by name.
+
+        Each records a function on example arrays, to call it with other values.
         """
         import torch
         from functorch.compile import aot_function, nop
@@ -274,7 +271,7 @@ class Torch(Framework):
 
         def jit(function: Callable[..., Any], example: list[Any]) -> Callable[..., Any]:
             with warnings.catch_warnings():
-                # of shapes that are compared
+                # The library compares shapes, which a trace records as constants.
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return torch.jit.trace(function, tuple(example), check_trace=False)
 
@@ -431,23 +428,23 @@ class TensorFlowXLA(TensorFlowFunction):
 
 
 class TensorFlowGraph(TensorFlowFunction):
-    """A TensorFlow 1 graph, fed and run in a session."""
+    """A TensorFlow 1 graph, run in a session."""
 
     name = "tensorflow-graph"
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import tensorflow as tf
 
-        known: dict[str, Any] = {}
+        graphs: dict[str, Any] = {}
 
         def call(*args: Any) -> Any:
             values = [
                 x if x is None else x.numpy() for x in tf.nest.flatten(args, expand_composites=True)
             ]
-            like = str(tf.nest.map_structure(_kind, args))
-            if like not in known:
-                known[like] = self._graph(function, args)
-            session, fed, result = known[like]
+            key = str(tf.nest.map_structure(_kind, args))
+            if key not in graphs:
+                graphs[key] = self._graph(function, args)
+            session, fed, result = graphs[key]
             parts = tf.nest.flatten(result, expand_composites=True)
             wanted = [x for x in parts if tf.is_tensor(x)]
             feed = {
@@ -462,7 +459,7 @@ class TensorFlowGraph(TensorFlowFunction):
         return call
 
     def _graph(self, function: Callable[..., Any], args: Any) -> tuple[Any, list[Any], Any]:
-        """Return a session, what it is fed with, and what it computes of that."""
+        """Return a session, its placeholders, and the symbolic result of a function."""
         import tensorflow as tf
 
         with tf.Graph().as_default() as graph:
@@ -475,7 +472,7 @@ class TensorFlowGraph(TensorFlowFunction):
 
 
 def _kind(array: Any) -> Any:
-    """Return what is the same for all arrays that one graph can be fed with."""
+    """Return the key of a graph: dtype and shapes of an array."""
     shape = getattr(array, "dense_shape", None)
     return (
         None
@@ -485,9 +482,9 @@ def _kind(array: Any) -> Any:
 
 
 def _fed(array: Any) -> Any:
-    """Return what a graph has for an array that it is fed with.
+    """Return a placeholder for an array.
 
-    The shape of a sparse one is part of the graph.
+    The shape of a sparse array is part of the graph.
     """
     import tensorflow as tf
 
@@ -499,7 +496,7 @@ def _fed(array: Any) -> Any:
 
 
 class JAX(Framework):
-    """JAX called outside jit."""
+    """JAX outside of ``jit``."""
 
     name = "jax"
     family = "JAX"
@@ -556,7 +553,7 @@ class JAX(Framework):
 
 
 class JAXJit(JAX):
-    """JAX inside jit."""
+    """JAX inside ``jit``."""
 
     name = "jax.jit"
     same_objects = False
@@ -570,7 +567,7 @@ class JAXJit(JAX):
 
 
 class JAXx64(JAXJit):
-    """JAX inside jit, with 64-bit types."""
+    """JAX inside ``jit``, with 64-bit types."""
 
     name = "jax.jit-x64"
     missing = MappingProxyType({})
@@ -587,8 +584,8 @@ class JAXx64(JAXJit):
 def put_on(device: str) -> None:
     """Put the arrays of PyTorch and JAX on a device from now on.
 
-    An accelerator's values are not read unless a rule has to, so unclipped gradients come back as
-    new arrays, and errors about values are not raised.
+    A rule reads values on an accelerator only if it must. Unclipped gradients thus come back as new
+    arrays, and invalid values raise no errors.
     """
     for framework in (Torch, JAX):
         framework.device = device
@@ -604,10 +601,10 @@ EAGER: dict[str, tuple[type[Framework], ...]] = {
     "tensorflow": (TensorFlow,),
     "jax": (JAX,),
 }
-"""The frameworks by the names that ``--frameworks`` takes, as they run line by line."""
+"""The frameworks by their ``--frameworks`` name, as they run eagerly."""
 COMPILED: dict[str, tuple[type[Framework], ...]] = {
     "torch": (TorchCompile,),
     "tensorflow": (TensorFlowFunction, TensorFlowXLA, TensorFlowGraph),
     "jax": (JAXJit, JAXx64),
 }
-"""The ways in which each of them compiles code."""
+"""The compiled ways of running, by framework."""

@@ -1,6 +1,4 @@
-"""What processes agree on, checked in each of them: parts, drop-ins, losses, what all refuse,
-what is saved.
-"""
+"""Checks that all processes run together: shards, drop-ins, losses, refusals, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,18 +42,18 @@ def world() -> Any:
 
 
 def rank() -> int:
-    """Return the number of this process."""
+    """Return the rank of this process."""
     return distributed.get_rank()
 
 
 def drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
-    """Return tensors, the same in all processes."""
+    """Return random tensors, equal in all processes."""
     made = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=made) for shape in shapes]
 
 
 def whole(tensors: Any) -> list[torch.Tensor]:
-    """Return all of each tensor."""
+    """Return the full tensors."""
     return [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
 
 
@@ -74,7 +72,7 @@ PLACED = {
 
 
 class Shared(uc.Limit):
-    """A limit for all norms together."""
+    """A limit that depends on all norms jointly."""
 
     def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
         return context.largest(lambda block: block.norms) / 2, state
@@ -86,54 +84,57 @@ KEPT = {
     "units": uc.agc(0.01),
     "chain": uc.chain(uc.by_value(-0.3, 0.3), uc.by_global_norm(0.5)),
 }
-"""Rules whose norms are divided, too, or are those of several rules."""
+"""Rules whose norms are sharded, too, and a chain."""
 
 
 def laid_out(full: list[torch.Tensor]) -> list[Any]:
-    """Split two processes' tensors in every way there is; the last one stays whole."""
+    """Lay tensors out on two processes in every way; the last one stays a plain tensor."""
     one, two = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
-    full = [tensor.clone() for tensor in full]  # what is laid out may be a view
+    # `distribute_tensor` may return a view.
+    full = [tensor.clone() for tensor in full]
     return [
-        distribute_tensor(full[0], one, [Shard(0)]),  # not evenly
+        # The rows do not divide evenly.
+        distribute_tensor(full[0], one, [Shard(0)]),
         distribute_tensor(full[1], one, [Shard(1)]),
         distribute_tensor(full[2], one, [Replicate()]),
         DTensor.from_local(full[3] * (0.25 if rank() == 0 else 0.75), one, [Partial()]),
-        distribute_tensor(full[4], one, [Shard(0)]),  # nothing of it is in the last process
+        # The last process has no element of it.
+        distribute_tensor(full[4], one, [Shard(0)]),
         distribute_tensor(full[5], two, [Replicate(), Shard(0)]),
         full[6],
     ]
 
 
 def placements(spoilt: float | None) -> None:
-    """Have every rule do the same to gradients in any layout, in place and not,
-    and reports plain numbers.
+    """Check that every rule finds the same in any layout, also in place.
+
+    Reports contain plain tensors.
     """
     full, params = drawn(*SHAPES), [tensor.cos() for tensor in drawn(*SHAPES)]
     if spoilt is not None:
-        full[0][4, 0] = spoilt  # in the last process
+        # This element is in the last process.
+        full[0][4, 0] = spoilt
     for title, rule in (PLACED | KEPT).items():
         wanted, report = uc.clip(full, rule, params)
         for in_place in (False, True):
             found = grads = laid_out(full)
             if in_place:
-                seen = uc.clip_(grads, rule, laid_out(params))
+                own_report = uc.clip_(grads, rule, laid_out(params))
             else:
-                found, seen = uc.clip(grads, rule, laid_out(params))
+                found, own_report = uc.clip(grads, rule, laid_out(params))
             assert [type(one) for one in found] == [type(one) for one in grads], title
             same(whole(found), wanted, msg=lambda text: f"{title}, {in_place}: {text}")
-            assert (flags if title in PLACED else flags_of_all)(seen) == flags(report), title
+            assert (flags if title in PLACED else flags_of_all)(own_report) == flags(report), title
             if title in PLACED:
                 same(
-                    [leaves(seen.norms), leaves(seen.factors)],
+                    [leaves(own_report.norms), leaves(own_report.factors)],
                     [leaves(report.norms), leaves(report.factors)],
                 )
-                assert all(type(one) is torch.Tensor for one in leaves(seen.norms)), title
+                assert all(type(one) is torch.Tensor for one in leaves(own_report.norms)), title
 
 
 def other_values() -> None:
-    """Measure squares beyond the range in any process,
-    and parameters that are not divided as gradients are.
-    """
+    """Check sums of squares that overflow, and parameters sharded unlike gradients."""
     for factor in (1e30, 1e-30):
         full = [tensor * factor for tensor in drawn(*SHAPES)]
         same(uc.global_norm(laid_out(full)), uc.global_norm(full))
@@ -154,7 +155,7 @@ def other_values() -> None:
 
 
 def odd_parts() -> None:
-    """Measure parts of half or of no precision, and of partial sums that are divided, too."""
+    """Check norms of sharded integers, 8-bit floats, and partial sums."""
     one, two = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
     whole_numbers = torch.arange(12, dtype=torch.int32).reshape(4, 3)
     floats = whole_numbers.float()
@@ -167,9 +168,7 @@ def odd_parts() -> None:
 
 
 def sums_of_examples() -> None:
-    """Add the clipped gradients of examples that are divided,
-    and remember norms beside leaves that are.
-    """
+    """Check sums of clipped gradients of sharded examples, and a state next to sharded leaves."""
     mesh = init_device_mesh("cpu", (2,))
     [full] = drawn((4, 3))
     divided = distribute_tensor(full, mesh, [Shard(0)])
@@ -181,7 +180,7 @@ def sums_of_examples() -> None:
 
 
 def with_grads(full: list[torch.Tensor]) -> list[Any]:
-    """Return parameters with gradients in every layout."""
+    """Return parameters with gradients, in every layout."""
     params = [nn.Parameter(value) for value in laid_out([torch.ones_like(one) for one in full])]
     for p, grad in zip(params, laid_out(full), strict=True):
         p.grad = grad
@@ -189,14 +188,14 @@ def with_grads(full: list[torch.Tensor]) -> list[Any]:
 
 
 def reductions(run: Callable[[], Any]) -> int:
-    """Return how many times processes send something to each other."""
+    """Return the number of collectives of a call."""
     with CommDebugMode() as counted:
         run()
     return int(counted.get_total_counts())
 
 
 def meshed(shape: tuple[int, ...], *places: Any, rows: bool = True) -> list[Any]:
-    """Return matrices, and a vector if not only ``rows``, divided on a mesh."""
+    """Return matrices, and a vector unless ``rows``, distributed on a mesh."""
     mesh = init_device_mesh("cpu", shape)
     return [
         distribute_tensor(one, mesh, places)
@@ -205,7 +204,7 @@ def meshed(shape: tuple[int, ...], *places: Any, rows: bool = True) -> list[Any]
 
 
 def plain(dtype: Any = torch.float32, by: float = 1.0) -> list[Any]:
-    """Return tensors of this process alone."""
+    """Return plain tensors of this process."""
     return [one.to(dtype) * by for one in drawn((5, 3), (4,))]
 
 
@@ -241,11 +240,11 @@ COUNTED: dict[str, tuple[Callable[[], list[Any]], Any, int, int]] = {
         3,
     ),
 }
-"""Gradients, a rule, and how many collectives its first step may take, and each other one."""
+"""Gradients, a rule, and the number of collectives of its first step and of later steps."""
 
 
 def counted(name: str) -> None:
-    """Require a step to send as often as is said, whatever the gradients."""
+    """Require a step to use the expected number of collectives."""
     made, rule, *most = COUNTED[name]
     grads = made()
     joins: dict[str, Any] = {"all_reduce": world()} if name.startswith("a group") else {}
@@ -254,7 +253,7 @@ def counted(name: str) -> None:
 
 
 def compiled(name: str) -> None:
-    """Compile a joined step as one graph: it does what it does eagerly."""
+    """Check that a collective step compiles into one graph with the result of the eager step."""
     made, rule, *_ = COUNTED[name]
     grads, joins = made(), {"all_reduce": world()} if name.startswith("a group") else {}
     wanted, report = uc.clip(grads, rule, grads, **joins)
@@ -279,7 +278,7 @@ DERIVED = {
 
 
 def derived(name: str, group: bool) -> None:
-    """Differentiate through a joined clip twice: the derivatives are those of one process."""
+    """Check that second derivatives through a collective clip equal those of one process."""
     rule, shapes = DERIVED[name], ((4, 3), (4, 6), (5, 3))
     mesh, places = init_device_mesh("cpu", (2,)), ([Shard(0)], [Shard(1)], [Replicate()])
 
@@ -311,9 +310,7 @@ def derived(name: str, group: bool) -> None:
 
 
 def derived_of_addends() -> None:
-    """Differentiate through a clip of gradients still to be added:
-    each addend has the derivative of the sum.
-    """
+    """Check that each addend of a partial gradient gets the derivative of the sum."""
     mesh, (full, weights) = init_device_mesh("cpu", (2,)), drawn((4, 3), (4, 3))
     one = full.clone().requires_grad_()
     (uc.clip(one, uc.by_global_norm(0.5))[0] * weights).sum().backward()
@@ -327,8 +324,9 @@ def derived_of_addends() -> None:
 
 
 def drop_ins() -> None:
-    """Clip every mixture of layouts by the functions of torch.nn.utils,
-    as PyTorch's own where they can.
+    """Check that our versions of torch.nn.utils clip every mixture of layouts.
+
+    They do as PyTorch's own where these support the layout.
     """
     full = drawn(*SHAPES)
     for order in (2.0, "inf", 1.0):
@@ -357,8 +355,9 @@ def drop_ins() -> None:
 
 
 def drop_in_without_a_gradient() -> None:
-    """Let a process join in, once, that has no gradient of a distributed parameter,
-    and keeps ``None``.
+    """Check that a process without a gradient of a distributed parameter joins in.
+
+    Its gradient stays ``None``.
     """
     params = with_grads(drawn((4, 3), (4, 6), *SHAPES[2:]))[:2]
     before = [p.grad.to_local().clone() for p in params]
@@ -373,9 +372,9 @@ def drop_in_without_a_gradient() -> None:
 
 
 def drop_in_of_parts() -> None:
-    """Take plain tensors for parts with all_reduce=, what shared= names counts once.
+    """Check that plain tensors act as shards with all_reduce=; shared= counts replicas once.
 
-    Raise in all if one has a NaN.
+    A NaN in one process raises in all.
     """
     full, params = (
         drawn((6, 4), (3,)),
@@ -401,9 +400,7 @@ def drop_in_of_parts() -> None:
 
 
 def one_has_nothing(names: list[str]) -> None:
-    """Let a process without gradients take part: they are ``None``,
-    or there are no leaves at all.
-    """
+    """Check a process without gradients: they are ``None``, or there are no leaves."""
     full, params = (
         dict(zip(("norm", "up"), drawn((3, 4), (5, 4), seed=seed), strict=True)) for seed in (0, 1)
     )
@@ -412,14 +409,14 @@ def one_has_nothing(names: list[str]) -> None:
         wanted, _, report = rule.update(full, rule.init(full), params)
         for empty in ((dict.fromkeys(full), params), ({}, {})):
             grads, here = (full, params) if rank() == 0 else empty
-            clipped, _, seen = rule.update(grads, rule.init(here), here, world())
+            clipped, _, own_report = rule.update(grads, rule.init(here), here, world())
             same(
                 clipped,
                 wanted if rank() == 0 else empty[0],
                 msg=lambda text, name=name: f"{name}: {text}",
             )
-            same(leaves(seen.norms), leaves(report.norms))
-            assert flags(seen) == flags(report), name
+            same(leaves(own_report.norms), leaves(report.norms))
+            assert flags(own_report) == flags(report), name
 
 
 LEARNS = {
@@ -435,8 +432,9 @@ LEARNS = {
 
 
 def remembered(name: str, divided: bool) -> None:
-    """Take thirty steps with a spike, a NaN and no gradients in one process:
-    all remember the same, to the bit.
+    """Check that all processes keep the same state, bit for bit.
+
+    The thirty steps contain a spike, a NaN, and steps without gradients in one process.
     """
     rule, mesh = LEARNS[name], init_device_mesh("cpu", (RANKS,))
     params = drawn((RANKS, 3), (2 * RANKS,))
@@ -449,7 +447,8 @@ def remembered(name: str, divided: bool) -> None:
         ]
         if step == 10:
             full[0][-1, 0] = math.nan
-        if step % 7 == 3:  # one process has nothing
+        # One process has no gradients.
+        if step % 7 == 3:
             for one in full:
                 one.chunk(RANKS)[1].zero_()
         loss = float(full[1].abs().sum())
@@ -472,8 +471,9 @@ def remembered(name: str, divided: bool) -> None:
 
 
 def losses() -> None:
-    """Give an attached rule the mean of the losses that there are;
-    at last three processes have no gradients.
+    """Check that an attached rule gets the mean of the losses that processes have.
+
+    In the last step, three processes have no gradients.
     """
     weight, skipped = nn.Parameter(torch.ones(3)), []
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -484,16 +484,17 @@ def losses() -> None:
         skipped.append(bool(handle.report.skipped))
     assert skipped == [False] * 4 + [True, False, True, False]
     weight.grad, handle.loss = None if rank() else torch.ones(3), 1.0
-    optimizer.step()  # nobody waits for another one's loss
+    # No process waits for a loss.
+    optimizer.step()
 
 
-# Refused in one process is refused in all.
+# Refusals: an error in one process is an error in all.
 
 
 def fsdp1(*, alone: bool) -> None:
-    """Refuse FSDP1's parameters, which look whole, without all_reduce=, but by value.
+    """Check that FSDP1's parameters are refused without all_reduce=, except by value.
 
-    One process may have them.
+    They look unsharded. One process may have them.
     """
     for original in (False, True):
         laid = Flat(use_orig_params=original)
@@ -515,7 +516,7 @@ JOINT, OF_EACH = uc.by_global_norm(0.5), uc.by_norm(0.5)
 
 
 def stepped(rule: Any, *names: str) -> None:
-    """Take a step with an attached rule that joins the processes."""
+    """Take a step with an attached rule that spans the processes."""
     optimizer = optimizer_of(dict.fromkeys(names, (0, 1)))
     attach(optimizer, rule, all_reduce=world())
     optimizer.step()
@@ -540,7 +541,7 @@ REFUSALS: dict[str, tuple[Callable[[bool], Any], str]] = {
 
 
 def refusal(name: str) -> None:
-    """Require what one process does wrong to be an error in both, and no process waits."""
+    """Check that a mistake in one process raises in both, and that neither waits."""
     run, token = REFUSALS[name]
     with pytest.raises((ValueError, RuntimeError), match=token):
         run(rank() == 1)
@@ -549,25 +550,23 @@ def refusal(name: str) -> None:
 # check_layout.
 
 Leaves = dict[str, tuple[int, int]]
-"""By the names of leaves the seeds of their values and of their gradients."""
+"""The seeds of values and gradients, by the names of leaves."""
 
 
-def optimizer_of(held: Leaves) -> Any:
-    """Return an optimizer of leaves."""
+def optimizer_of(seeds: Leaves) -> Any:
+    """Return an optimizer with these leaves."""
     named = [
-        (name, nn.Parameter(drawn((3, 2), seed=value)[0])) for name, (value, _) in held.items()
+        (name, nn.Parameter(drawn((3, 2), seed=value)[0])) for name, (value, _) in seeds.items()
     ]
-    for (_, p), (_, seed) in zip(named, held.values(), strict=True):
+    for (_, p), (_, seed) in zip(named, seeds.values(), strict=True):
         p.grad = drawn((3, 2), seed=seed)[0]
     return torch.optim.SGD(named, lr=0.1)
 
 
 def norm_of(*seeds: int | tuple[int, ...]) -> float:
-    """Return the norm of gradients in one process,
-    of several seeds in a tuple that of their mean.
-    """
-    every = [one if isinstance(one, tuple) else (one,) for one in seeds]
-    means = [sum(drawn((3, 2), seed=seed)[0].double() for seed in one) / len(one) for one in every]
+    """Return the joint norm of gradients; a tuple of seeds stands for the mean of its gradients."""
+    groups = [one if isinstance(one, tuple) else (one,) for one in seeds]
+    means = [sum(drawn((3, 2), seed=seed)[0].double() for seed in one) / len(one) for one in groups]
     return torch.cat(means).norm().item()
 
 
@@ -596,18 +595,18 @@ CHECKED: dict[str, tuple[Any, Any, dict[str, Any], tuple[Any, ...], Any]] = {
         [(2, 20, 21)] * 2,
     ),
 }
-"""The leaves of two processes, a rule, how they are joined.
-
-The gradients of the norm of one process, and of each.
+"""The leaves of two processes, a rule, and how the processes are joined; then the seeds of the
+gradients in the norm of one process, and in that of each.
 """
 
 
 def layout_checked(name: str) -> None:
-    """Tell whether the norm is that of one process, and what each process finds,
-    and change nothing.
+    """Check that `check_layout` reports whether the norm is that of one process, and all norms.
+
+    It changes nothing.
     """
-    held, rule, joined, seeds, found = CHECKED[name]
-    optimizer = optimizer_of(held[rank()])
+    layouts, rule, joined, seeds, found = CHECKED[name]
+    optimizer = optimizer_of(layouts[rank()])
     joins = {"all_reduce": world() if "joined" in joined else None, "shared": joined.get("shared")}
     params = optimizer.param_groups[0]["params"]
     before = [(p.detach().clone(), p.grad.clone()) for p in params]
@@ -616,7 +615,7 @@ def layout_checked(name: str) -> None:
         assert check.norm == pytest.approx(norm_of(*seeds), rel=1e-6)
         assert check.norms == pytest.approx([norm_of(*theirs) for theirs in found], rel=1e-6)
         assert check.shares == pytest.approx(
-            [norm_of(*(seed for _, seed in one.values())) for one in held], rel=1e-6
+            [norm_of(*(seed for _, seed in one.values())) for one in layouts], rel=1e-6
         )
     assert check.ok == (found is None or found == [seeds] * 2), check
     with (
@@ -631,13 +630,14 @@ def layout_checked(name: str) -> None:
         torch.equal(p, value) and torch.equal(p.grad, g)
         for p, (value, g) in zip(params, before, strict=True)
     )
-    attach(optimizer, rule, **joins).remove()  # it has no rule yet
+    # The optimizer has no rule yet.
+    attach(optimizer, rule, **joins).remove()
 
 
 def layout_of_a_run(name: str) -> None:
-    """Find nothing wrong in a layout that is, and the norm of one process.
+    """Check that a correct layout is reported as such, with the norm of one process.
 
-    Find it wrong without all_reduce=.
+    Without all_reduce= it is reported as wrong.
     """
     laid = LAYOUTS[name]()
     laid.backward(0)
@@ -653,9 +653,7 @@ def layout_of_a_run(name: str) -> None:
 
 
 def layout_refused() -> None:
-    """Report what one process refuses in both, what cannot be checked,
-    and that there is no gradient.
-    """
+    """Check reports of a refusal in one process, of norms along axes, and without gradients."""
     optimizer = optimizer_of(PARTS[rank()])
     (p,) = optimizer.param_groups[0]["params"]
     (problem,) = check_layout(optimizer, uc.agc(0.1)).problems
@@ -674,15 +672,15 @@ def layout_refused() -> None:
 
 SAVED = {"autoclip": uc.autoclip(50, window=6), "adagc": uc.adagc(warmup=2, warmup_norm=0.5)}
 PART = 4
-"""How many steps each number of processes takes."""
+"""The number of steps that each group of processes takes."""
 
 
 def trained(
     name: str, steps: range, ranks: int, load: Any = None
 ) -> tuple[Any, Any, Callable[[], Any]]:
-    """Train, from a checkpoint, each process on a share.
+    """Train from a checkpoint, each process on a share of the batch.
 
-    Return the network, the handle, and what a checkpoint has.
+    Return the network, the handle, and a function that returns the state for a checkpoint.
     """
     net = Net()
     if ranks > 1:
@@ -708,7 +706,7 @@ def trained(
 
 
 def saved_in_parts(name: str, number: int, folder: str) -> None:
-    """Go on from what another number of processes has saved, as if there had always been one."""
+    """Check that a run resumed with another number of processes gives the result of one process."""
     ranks, steps = distributed.get_world_size(), range(number * PART, (number + 1) * PART)
     load = Path(folder) / str(number) if number else None
     net, handle, state = trained(name, steps, ranks, load)
@@ -724,7 +722,7 @@ def saved_in_parts(name: str, number: int, folder: str) -> None:
 
 
 def example(path: str) -> None:
-    """Run an example in these processes, whose group there is already, with fewer steps."""
+    """Run an example in these processes with fewer steps, in their existing group."""
     spec = importlib.util.spec_from_file_location("example", path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

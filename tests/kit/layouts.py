@@ -1,5 +1,6 @@
-"""Layouts of a run: which rules each takes, how it holds a small model and its gradients;
-a page prints the table.
+"""Layouts of a distributed run: the rules that each accepts, and how it lays out a small model.
+
+A page of the documentation prints the table.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import uniclip as uc
 RANKS = 4
 TOKENS, WIDTH, LENGTH = 12, 8, 4
 ABSENT = 1
-"""The process that has no gradients in some cases."""
+"""The process without gradients in some cases."""
 
 
 def label(path: Any, leaf: Any) -> str:
-    """Name the group of a leaf, by its name or, in an optimizer that knows no names, its number."""
+    """Return the group of a leaf, by its name, or by its index in an optimizer without names."""
     return (
         "rest"
         if str(path[-1]).startswith(("up", "down", "head", "experts")) or path[-1] in range(3, 9)
@@ -41,26 +42,26 @@ def label(path: Any, leaf: Any) -> str:
 
 
 class Kind(NamedTuple):
-    """A rule, a column of the table."""
+    """A rule, which is a column of the table."""
 
     title: str
     rule: Any
-    each: bool = False
-    """Whether there are several norms."""
+    many_norms: bool = False
+    """True if there are several norms."""
     loss: bool = False
 
 
 RULES = {
     "global": Kind("`by_global_norm`", uc.by_global_norm(0.2)),
     "largest": Kind("`by_global_norm`, ∞-norm", uc.by_global_norm(0.03, ord=math.inf)),
-    "leaf": Kind("`by_norm`", uc.by_norm(0.1), each=True),
+    "leaf": Kind("`by_norm`", uc.by_norm(0.1), many_norms=True),
     "groups": Kind(
-        "`by_group_norm`", uc.by_group_norm({"first": 0.05, "rest": 0.1}, label), each=True
+        "`by_group_norm`", uc.by_group_norm({"first": 0.05, "rest": 0.1}, label), many_norms=True
     ),
-    "agc": Kind("`agc`", uc.agc(0.02), each=True),
+    "agc": Kind("`agc`", uc.agc(0.02), many_norms=True),
     "autoclip": Kind("`autoclip`", uc.autoclip(50, window=4)),
     "zclip": Kind("`zclip`", uc.zclip(0.5, 0.5, warmup=2)),
-    "adagc": Kind("`adagc`", uc.adagc(1.0, warmup=1), each=True),
+    "adagc": Kind("`adagc`", uc.adagc(1.0, warmup=1), many_norms=True),
     "skip": Kind('`nonfinite="skip"`', uc.by_global_norm(0.2, nonfinite="skip")),
     "spikes": Kind(
         "`skip_spikes` with a loss", uc.skip_spikes(z=1.0, window=4, warmup=2), loss=True
@@ -78,7 +79,7 @@ FLAT = (
 
 
 class Net(nn.Module):
-    """Guess a token from another one, by way of experts, if there are any."""
+    """A model that predicts a token from another one, with a layer of experts in some layouts."""
 
     def __init__(self, experts: str = "") -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class Net(nn.Module):
 def loss_of(net: Any, step: int, shares: Iterable[int] = range(RANKS)) -> Any:
     """Return the loss of some of the four shares of a batch.
 
-    It differs from step to step, with a spike in the 4th.
+    It differs from step to step, with a spike at the 4th.
     """
     both = torch.randint(
         TOKENS, (RANKS, 2, 2, LENGTH), generator=torch.Generator().manual_seed(step)
@@ -114,36 +115,36 @@ def loss_of(net: Any, step: int, shares: Iterable[int] = range(RANKS)) -> Any:
 
 
 def part(tensor: Any, like: Any) -> Any:
-    """Return a tensor laid out like another one."""
+    """Return a tensor distributed like another one."""
     if isinstance(like, DTensor):
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return tensor.clone()
 
 
 def local(tensor: Any) -> Any:
-    """Return what this process holds of a tensor."""
+    """Return the local shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class OneProcess:
-    """The whole model; others change what they hold of it."""
+    """The whole model in each process, and the base class of the layouts."""
 
     title = "one process"
     refused: Mapping[str, str] = MappingProxyType({})
-    """By the name of a rule the reason why it is refused here."""
+    """The reason why a rule is refused in this layout, by the rule's name."""
     experts = ""
     optimizer: Any = torch.optim.SGD
     all_reduce: Any = None
     shared: Any = None
     spoilt = "down.weight"
-    """The leaf whose last entry is spoilt in some cases."""
+    """The leaf whose last element is overwritten in some cases."""
 
     def __init__(self, **options: Any) -> None:
         self.rank, self.options = distributed.get_rank(), options
         self.net: Any = self.made(Net(self.experts))
 
     def made(self, net: Any) -> Any:
-        """Return the model as it is laid out."""
+        """Return the model in this layout."""
         return net
 
     def shares(self) -> list[int]:
@@ -151,36 +152,37 @@ class OneProcess:
         return list(range(RANKS))
 
     def named(self) -> dict[str, Any]:
-        """Return the parameters of this process by the names of the whole model."""
+        """Return the parameters of this process by their names in the whole model."""
         return {name.removeprefix("module."): p for name, p in self.net.named_parameters()}
 
     def joins(self) -> dict[str, Any]:
-        """Return how the processes of this layout are joined."""
+        """Return the arguments that join the processes of this layout."""
         return {"all_reduce": self.all_reduce} | ({"shared": self.shared} if self.shared else {})
 
     def trained(self) -> Any:
-        """Return what an optimizer gets."""
+        """Return the parameters for the optimizer."""
         return list(self.named().items())
 
     def backward(self, step: int) -> Any:
-        """Leave the gradients of a step in the parameters, and return the loss."""
+        """Compute the gradients of a step, and return the loss."""
         loss = loss_of(self.net, step, self.shares())
         loss.backward()
         return loss.detach()
 
     def entries(self, tensor: Any) -> Any:
-        """Return the numbers of those entries of a whole tensor that this process has."""
+        """Return the indices of the local elements in the whole tensor."""
         return local(part(torch.arange(tensor.numel()).view(tensor.shape), tensor))
 
     def spoil(self, grads: dict[str, Any], value: float) -> None:
-        """Change one entry, where it is."""
+        """Overwrite one element, in the processes that have it."""
         if self.spoilt in grads:
             grad = grads[self.spoilt]
             local(grad)[self.entries(grad) == grad.numel() - 1] = value
 
     def absent(self, name: str, grad: Any) -> bool:
-        """Whether a process has no gradient in some cases: one leaf that is a copy, in all;
-        parts in one of them.
+        """Return whether this process has no gradient in some cases.
+
+        A replicated leaf is absent in all processes, a sharded one in one of them.
         """
         if not isinstance(grad, DTensor):
             return name == "head.bias"
@@ -190,31 +192,31 @@ class OneProcess:
         return len(place) > 0 and bool(split) and all(here[n] == place[0, n] for n in split)
 
     def gathered(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole tensors of all processes; ``None`` is left out."""
+        """Return the full tensors of all processes without the absent ones."""
         here = {name: self.whole(one) for name, one in tree.items() if one is not None}
-        every: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, here)
-        return {name: one for theirs in every for name, one in theirs.items()}
+        trees: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(trees, here)
+        return {name: one for tree_of_rank in trees for name, one in tree_of_rank.items()}
 
     def whole(self, tensor: Any) -> Any:
-        """Return the whole of a tensor that this process has a part of."""
+        """Return the full tensor of a local one."""
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
     def in_parts(self, tensor: Any) -> bool:
-        """Whether a tensor is a part of a larger one."""
+        """Return whether a tensor is a shard of a larger one."""
         return isinstance(tensor, DTensor)
 
     def whole_parts(self) -> dict[str, Any]:
-        """Return the whole of what the optimizers have."""
+        """Return the full tensors of the parameters that optimizers have."""
         return self.gathered(self.named())
 
     def weights(self) -> dict[str, Any]:
-        """Return the whole weights by their own names."""
+        """Return the full weights by their own names."""
         return self.whole_parts()
 
 
 class DataParallel(OneProcess):
-    """Copies."""
+    """Replicas of the model."""
 
     title = "`DistributedDataParallel`"
 
@@ -226,7 +228,7 @@ class DataParallel(OneProcess):
 
 
 class Zero(DataParallel):
-    """Copies, and an optimizer that splits its states; it knows no names."""
+    """Replicas, with an optimizer that shards its state and has no names."""
 
     title = "`ZeroRedundancyOptimizer`, attached outside"
     optimizer = staticmethod(
@@ -238,14 +240,14 @@ class Zero(DataParallel):
 
 
 def fully_sharded(net: Any, mesh: Any) -> Any:
-    """Split a model, each of its layers by itself."""
+    """Shard a model layer by layer."""
     for name in ("up", "down", "head"):
         fsdp.fully_shard(getattr(net, name), mesh=mesh)
     return fsdp.fully_shard(net, mesh=mesh)
 
 
 class FullySharded(OneProcess):
-    """Parts, as DTensors."""
+    """Shards, as DTensors."""
 
     title = "FSDP2, `fully_shard`"
     mesh: tuple[int, ...] = (RANKS,)
@@ -263,14 +265,14 @@ class FullySharded(OneProcess):
 
 
 class Hybrid(FullySharded):
-    """Parts, which two processes each have."""
+    """Shards, each replicated in two processes."""
 
     title = "HSDP, 2x2"
     mesh = (2, 2)
 
 
 def tensor_parallel(net: Any, mesh: Any) -> Any:
-    """Split layers by their features, and what is between them by the sequence."""
+    """Shard layers along their features, and activations along the sequence."""
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -282,7 +284,7 @@ def tensor_parallel(net: Any, mesh: Any) -> Any:
 
 
 class TensorParallel(OneProcess):
-    """Parts along several axes, and partial sums."""
+    """Shards along several axes, and partial sums."""
 
     title = "tensor and sequence parallel"
 
@@ -291,7 +293,7 @@ class TensorParallel(OneProcess):
 
 
 class TensorParallelSharded(OneProcess):
-    """Parts of parts."""
+    """Shards of shards."""
 
     title = "tensor parallel x FSDP2"
 
@@ -305,7 +307,7 @@ class TensorParallelSharded(OneProcess):
 
 
 class Experts(OneProcess):
-    """Experts as one DTensor beside plain copies; the gradients are those of a whole model."""
+    """Experts as one DTensor next to replicas; the gradients are those of a whole model."""
 
     title = "experts as DTensors on a separate mesh"
     experts = "stacked"
@@ -354,7 +356,7 @@ class PlainExperts(Experts):
 
 
 class Pipeline(Experts):
-    """Each process has layers of its own."""
+    """Different layers in each process."""
 
     title = "a pipeline"
     refused = MappingProxyType({"agc": KEPT, "leaf": EACH, "adagc": EACH})
@@ -373,7 +375,7 @@ class Pipeline(Experts):
 
 
 class PipelineSharded(Pipeline):
-    """Two stages, each split among two processes."""
+    """Two pipeline stages, each sharded over two processes."""
 
     title = "a pipeline x FSDP2"
     stages = (("embed", "norm", "up"),) * 2 + (("down", "head"),) * 2
@@ -387,17 +389,18 @@ class PipelineSharded(Pipeline):
 
 
 class Flat(OneProcess):
-    """One flat parameter, of which each process has a part."""
+    """One flat parameter, sharded over the processes."""
 
     title = "FSDP1, `FullyShardedDataParallel`"
-    refused = MappingProxyType({name: FLAT for name, kind in RULES.items() if kind.each})
+    refused = MappingProxyType({name: FLAT for name, kind in RULES.items() if kind.many_norms})
     spoilt = "_flat_param"
     in_parts = staticmethod(lambda tensor: True)
 
     def made(self, net: Any) -> Any:
         self.all_reduce = distributed.group.WORLD
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP1 is deprecated
+            # FSDP1 is deprecated.
+            warnings.simplefilter("ignore")
             return fsdp.FullyShardedDataParallel(net, device_id=torch.device("cpu"), **self.options)
 
     def shares(self) -> list[int]:

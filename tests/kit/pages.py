@@ -31,7 +31,7 @@ FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 
 @dataclass
 class Block:
-    """A block of code on a page, and what it has to print, ``None`` if nothing is said of that."""
+    """A block of code on a page, with its expected output; ``None`` if the page shows none."""
 
     kind: str
     code: str
@@ -41,34 +41,34 @@ class Block:
 
 @dataclass
 class Story:
-    """The blocks of a page that share their names, in the order in which they run."""
+    """The blocks of a page that share variables, in the order of execution."""
 
     page: str
     group: str
     blocks: list[Block] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
-        """Run the blocks, compare what they print, and return what they define."""
-        known = names()
+        """Run the blocks, compare their output, and return the variables."""
+        namespace = names()
         for block in self.blocks:
             where = f"{self.page}:{block.line}"
             if block.kind == "doctest":
                 run_examples(
-                    doctest.DocTestParser().get_doctest(block.code, {}, where, where, 0), known
+                    doctest.DocTestParser().get_doctest(block.code, {}, where, where, 0), namespace
                 )
                 continue
-            printed = _printed(block.code, f"<{where}>", known)
+            printed = _printed(block.code, f"<{where}>", namespace)
             if block.output is not None:
                 matches = doctest.OutputChecker().check_output(block.output, printed, FLAGS)
                 assert matches, f"{where} printed\n{printed}\ninstead of\n{block.output}"
-        return known
+        return namespace
 
 
-def _printed(code: str, name: str, known: dict[str, Any]) -> str:
-    """Run code, and return what it prints; compilers that read the source of functions find it."""
+def _printed(code: str, name: str, namespace: dict[str, Any]) -> str:
+    """Run code, and return its output. Compilers that read the source of functions can find it."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code, name, "exec"), known)  # noqa: S102 - our own pages
+        exec(compile(code, name, "exec"), namespace)  # noqa: S102 - our own pages
     return printed.getvalue()
 
 
@@ -77,13 +77,13 @@ def names() -> dict[str, Any]:
     return {"__name__": "__main__", "np": np, "uc": uc, "README": str(ROOT / "README.md")}
 
 
-def run_examples(test: doctest.DocTest, known: dict[str, Any]) -> None:
-    """Run examples with prompts, with these names; what they define is added to them."""
-    test.globs = known
-    said = io.StringIO()
+def run_examples(test: doctest.DocTest, namespace: dict[str, Any]) -> None:
+    """Run examples with prompts in a namespace, and add their variables to it."""
+    test.globs = namespace
+    output = io.StringIO()
     runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
-    runner.run(test, out=said.write, clear_globs=False)
-    assert not runner.failures, said.getvalue()
+    runner.run(test, out=output.write, clear_globs=False)
+    assert not runner.failures, output.getvalue()
 
 
 def stories() -> Iterator[Story]:
@@ -105,12 +105,12 @@ def stories() -> Iterator[Story]:
 
 
 def run_story(page: str, group: str) -> dict[str, Any]:
-    """Run the blocks of a page that share a name, and return what they define."""
+    """Run a group of blocks of a page, and return its variables."""
     return next(story for story in stories() if (story.page, story.group) == (page, group)).run()
 
 
 def modules() -> list[str]:
-    """Return the names of all modules of uniclip but the kernels, which need Triton."""
+    """Return the names of all modules of uniclip except the kernels, which need Triton."""
     names = [found.name for found in pkgutil.walk_packages(uc.__path__, "uniclip.")]
     return sorted(["uniclip", *(name for name in names if not name.endswith(".triton"))])
 

@@ -1,8 +1,8 @@
-"""Processes that run checks together: started once, and again where one hangs or crashes.
+"""A pool of processes that run checks together: started once, and again after a hang or a crash.
 
-The tests' process passes tasks to one that has imported PyTorch, which forks the workers; each
-worker answers with a traceback or ``None``. A check is a function of a module that is imported
-there, called in every process.
+The test process sends tasks to a process that has imported PyTorch, and which forks the workers.
+Each worker sends back a traceback or ``None``. A check is a function of a module imported there,
+which every process calls.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from typing import Any
 
 RANKS = 4
 WAIT = 20
-"""For how many seconds a process waits for another one in a collective operation."""
+"""Seconds that a process waits for another one in a collective operation."""
 LIMIT = 3 * WAIT
-"""For how many seconds a check may take; then all workers are killed."""
+"""Seconds that a check may take; then all workers are killed."""
 CHECKS = "kit.joined"
-"""The module that has the checks, or imports them."""
+"""The module that defines or imports the checks."""
 
 
 def launched(*command: str, **environ: str) -> list[str]:
-    """Return what two processes print that know of each other, as from a launcher,
-    and end as they should.
-    """
+    """Return the outputs of two processes started as by a launcher; fail unless both succeed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -61,7 +59,7 @@ def launched(*command: str, **environ: str) -> list[str]:
 
 
 class Pool:
-    """The side of the tests."""
+    """The test process's end of the pool."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -71,7 +69,7 @@ class Pool:
         there.close()
 
     def run(self, check: str, ranks: int = RANKS, **args: Any) -> None:
-        """Run a check in so many processes; fail with what went wrong in each of them."""
+        """Run a check in some processes; fail with the errors of each."""
         self._pipe.send((check, args, ranks))
         texts = [f"process {rank}: {text}" for rank, text in enumerate(self._pipe.recv()) if text]
         assert not texts, "\n".join([f"{check}({args}) in {ranks} processes", *texts])
@@ -82,8 +80,8 @@ class Pool:
         self._process.join()
 
 
-def answer(pipe: Any) -> str | None:
-    """Return what went wrong in a process."""
+def error_of(pipe: Any) -> str | None:
+    """Return the error of a process."""
     try:
         return pipe.recv()  # type: ignore[no-any-return]
     except EOFError:
@@ -91,7 +89,7 @@ def answer(pipe: Any) -> str | None:
 
 
 class Workers:
-    """The workers, each at its end of a pipe."""
+    """The worker processes and their pipes."""
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
@@ -100,7 +98,7 @@ class Workers:
         self._groups = 0
 
     def start(self) -> None:
-        """Start the workers, if there are none."""
+        """Start the workers unless they run."""
         if not self._processes:
             way = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
             context = multiprocessing.get_context(way)
@@ -113,7 +111,7 @@ class Workers:
                 self._pipes.append(here)
 
     def run(self, check: str, args: dict[str, Any], ranks: int) -> list[str | None]:
-        """Return what went wrong in each process of a check."""
+        """Return the error of each process of a check."""
         self.start()
         self._groups += 1
         pipes, end = self._pipes[:ranks], time.monotonic() + LIMIT
@@ -128,13 +126,13 @@ class Workers:
                 found |= dict.fromkeys(
                     [pipe for pipe in pipes if pipe not in found], f"hangs for {LIMIT} seconds"
                 )
-            found |= {pipe: answer(pipe) for pipe in ready}
+            found |= {pipe: error_of(pipe) for pipe in ready}
         if any(found.values()):
             self.stop()
         return [found[pipe] for pipe in pipes]
 
     def stop(self) -> None:
-        """Kill the workers; the next check has new ones."""
+        """Kill the workers; the next check starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -144,11 +142,12 @@ class Workers:
 
 @contextmanager
 def group(rank: int, ranks: int, store: str) -> Any:
-    """Be one of a group of processes."""
+    """Join a process group for the duration of a check."""
     from torch import distributed
 
     limit = timedelta(seconds=WAIT)
-    distributed.distributed_c10d.default_pg_timeout = limit  # that of the groups of meshes
+    # The groups of meshes take this default.
+    distributed.distributed_c10d.default_pg_timeout = limit
     distributed.init_process_group(
         "gloo",
         store=distributed.FileStore(store, ranks),
@@ -178,7 +177,7 @@ def work(rank: int, pipe: Connection) -> None:
 
 
 def serve(pipe: Connection) -> None:
-    """Fork workers, and pass on checks and answers, until there are no more."""
+    """Fork workers, and forward checks and results until the pipe is closed."""
     importlib.import_module(CHECKS)
     gc.freeze()
     workers = Workers()

@@ -1,4 +1,4 @@
-"""Checks that several processes run together; the tests call them by name."""
+"""Checks of whole layouts that several processes run together; tests call them by name."""
 
 from __future__ import annotations
 
@@ -17,42 +17,41 @@ from uniclip.integrations.torch import attach
 
 LOSSES = (1.0, 1.1, 0.9, 1.0, 9.0)
 STEPS = ((1.0, None), (1.2, math.nan), (0.9, "none"), (0.8, math.inf), (6.0, None))
-"""By what the gradients of a step are multiplied, and what one process has in them;
-the last one is a spike.
-"""
+"""The factor of the gradients of each step, and the fault in one process. The last is a spike."""
 CLOSE = 1e-6
 
 
 def close(found: Any, wanted: Any, what: str, whole: Any = None) -> None:
-    """Compare to 1e-6 of the size of a tensor, or of the whole of which it is a part."""
+    """Require two tensors to agree to 1e-6 of the largest element, here or in the full tensor."""
     size = (wanted if whole is None else whole).nan_to_num(0, 0, 0).abs().max().item()
     same = torch.allclose(found, wanted, rtol=0, atol=CLOSE * size, equal_nan=True)
     assert found.shape == wanted.shape, what
     assert same, f"{what}: off by {(found - wanted).abs().max().item()}, not {CLOSE * size}"
 
 
-def alike(mine: Any, what: str) -> None:
-    """Require what this process has to be what all have, by the keys that they have both."""
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, mine)
-    for theirs in every:
-        others = [key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
+def alike(own: Any, what: str) -> None:
+    """Require values of this process to equal those of the others, for the keys that both have."""
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, own)
+    for values in gathered:
+        others = [key for key in own.keys() & values.keys() if own[key] != values[key]]
         assert not others, f"{what}: another process has others: {others}"
 
 
 def flags(report: Any) -> list[bool | None]:
-    """Return what a report says of the step."""
+    """Return the flags of a report: finite and skipped."""
     return [None if one is None else bool(one) for one in (report.finite, report.skipped)]
 
 
 def flags_of_all(report: Any) -> list[bool | None]:
-    """Return the same where each process has norms of its own:
-    a step is finite if it is in all of them.
+    """Return the flags of a report where each process has its own norms.
+
+    A step is finite if it is finite in all processes.
     """
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, flags(report))
-    assert len({skipped for _, skipped in every}) == 1
-    return [all(finite for finite, _ in every), every[0][1]]
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, flags(report))
+    assert len({skipped for _, skipped in gathered}) == 1
+    return [all(finite for finite, _ in gathered), gathered[0][1]]
 
 
 def stepped(
@@ -69,14 +68,14 @@ def stepped(
 
 
 class Still(torch.optim.SGD):
-    """An optimizer that changes no weights, nor by NaN."""
+    """An optimizer that never changes the weights, not even to NaN."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Change nothing."""
 
 
 def stepped_by_optimizer(laid: OneProcess, kind: Kind, steps: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the same by an attached rule."""
+    """Return the gradients and the report of each step of an attached rule."""
     named, found = laid.named(), []
     optimizer = Still(laid.trained())
     handle = attach(optimizer, kind.rule, **laid.joins())
@@ -90,8 +89,8 @@ def stepped_by_optimizer(laid: OneProcess, kind: Kind, steps: list[Any]) -> list
 
 
 def spoilt(laid: OneProcess) -> tuple[list[Any], list[Any]]:
-    """Return the gradients of the steps as this process has them, and as one process would."""
-    every, steps, alone = laid.whole_parts(), [], []
+    """Return the gradients of all steps, as this process has them and as one process would."""
+    names, steps, alone = laid.whole_parts(), [], []
     for size, one in STEPS:
         steps.append({key: size * p.grad for key, p in laid.named().items()})
         filled = dict(steps[-1])
@@ -103,31 +102,29 @@ def spoilt(laid: OneProcess) -> tuple[list[Any], list[Any]]:
                 )
         elif one is not None:
             laid.spoil(filled, one)
-        alone.append(dict.fromkeys(every) | laid.gathered(filled))
+        alone.append(dict.fromkeys(names) | laid.gathered(filled))
     return steps, alone
 
 
 def layout(name: str) -> None:
-    """Apply all rules to the gradients of a layout, and in one process to the same ones:
-    they find the same.
-    """
+    """Check that all rules find the same in a layout as in one process."""
     laid = LAYOUTS[name]()
     laid.backward(0)
-    params, every = {key: p.detach() for key, p in laid.named().items()}, laid.whole_parts()
+    params, full_params = {key: p.detach() for key, p in laid.named().items()}, laid.whole_parts()
     entries = {key: laid.entries(p.grad) for key, p in laid.named().items() if not summed(p.grad)}
     steps, alone = spoilt(laid)
-    seen: dict[Any, Any] = {}
+    agreed: dict[Any, Any] = {}
     for title, kind in RULES.items():
-        # With all_reduce= a row that nobody has still learns; over different leaves such rules are
-        # to be refused.
+        # With all_reduce=, a leaf that no process has still updates its state. Rules over different
+        # leaves must be refused.
         if title in laid.refused or (title == "adagc" and laid.all_reduce is not None):
             continue
-        # By themselves, rules with params= hang where one process has no gradient of a DTensor.
+        # Called directly, rules with params= hang where a process has no gradient of a DTensor.
         if any(isinstance(p, DTensor) for p in params.values()):
             mine = stepped_by_optimizer(laid, kind, steps)
         else:
             mine = stepped(kind.rule, steps, params, kind.loss, **laid.joins())
-        wanted = stepped(kind.rule, alone, every, kind.loss)
+        wanted = stepped(kind.rule, alone, full_params, kind.loss)
         for step, (clipped, report) in enumerate(mine):
             what, (all_clipped, its) = f"{title}, step {step}", wanted[step]
             assert [grad is None for grad in clipped.values()] == [
@@ -140,26 +137,26 @@ def layout(name: str) -> None:
                         f"{what}, {key}",
                         all_clipped[key],
                     )
-            # of norms along axes that are divided, each process has its own
+            # Each process has its own norms along sharded axes.
             divided = title == "agc"
             norms, own = (
                 ({}, flags_of_all(report)) if divided else (norms_of(report, params), flags(report))
             )
             for key, norm in norms.items():
-                close(norm, norms_of(its, every).get(key, 0 * norm), f"{what}, norm of {key}")
+                close(norm, norms_of(its, full_params).get(key, 0 * norm), f"{what}, norm of {key}")
             assert own == flags(its), what
-            seen |= {(what, key): norm.numpy().tobytes() for key, norm in norms.items()}
-            seen |= {(what, "flags"): own}
-    alike(seen, name)
+            agreed |= {(what, key): norm.numpy().tobytes() for key, norm in norms.items()}
+            agreed |= {(what, "flags"): own}
+    alike(agreed, name)
 
 
 def summed(tensor: Any) -> bool:
-    """Whether what a process has are addends."""
+    """Return whether the local tensor is an addend of a partial sum."""
     return isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements)
 
 
 def both(grad: Any, whole: Any, entries: Any) -> tuple[Any, Any]:
-    """Return what this process has of a gradient, and the same of the whole one."""
+    """Return the local elements of a gradient, and those of the full one."""
     if summed(grad):
         return grad.full_tensor(), whole
     return local(grad), local(part(whole, grad)) if entries is None else whole.flatten()[entries]
@@ -176,7 +173,7 @@ def norms_of(report: Any, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def attached(name: str) -> None:
-    """Train with an attached rule: the weights are those of one process that clips by hand."""
+    """Check that training with an attached rule equals clipping by hand in one process."""
     for title in ("spikes", "adagc"):
         if title in LAYOUTS[name].refused:
             continue
@@ -216,7 +213,7 @@ def attached(name: str) -> None:
 
 
 def refused(name: str) -> None:
-    """Refuse in all processes what a layout cannot have."""
+    """Check that all processes refuse a rule that the layout cannot have."""
     for title in LAYOUTS[name].refused:
         laid = LAYOUTS[name]()
         laid.backward(0)

@@ -1,4 +1,4 @@
-"""What a promise is: a case, what happens, and the programs and checks that fail if it does not."""
+"""The form of a guarantee: a case, the behavior, and the programs and checks that test it."""
 
 from __future__ import annotations
 
@@ -14,54 +14,52 @@ from kit.trees import mapped, walk
 
 
 class Program:
-    """Something that makes arrays of arrays: it runs eagerly,
-    or is traced together with others as one program.
-    """
+    """A function from arrays to arrays, run eagerly or traced with others as one program."""
 
     large = False
-    """Whether it has millions of entries."""
+    """True if the arrays have millions of elements."""
 
     def applies(self, fw: Framework) -> bool:
-        """Whether there is something to run on a framework."""
+        """Return whether the program runs on a framework."""
         return True
 
     def arrays(self, fw: Framework) -> Any:
-        """Return what it is run on: lists and dicts of arrays.
+        """Return the inputs: lists and dicts of arrays.
 
         An array may be sparse, or ``None``.
         """
         raise NotImplementedError
 
-    def run(self, uc: Any, given: Any) -> Any:
-        """Return lists and dicts of arrays, without asking for a value.
+    def run(self, uc: Any, inputs: Any) -> Any:
+        """Return lists and dicts of arrays, without reading a value.
 
-        ``uc`` is uniclip, or what stands for it.
+        ``uc`` is uniclip, or a stand-in.
         """
         raise NotImplementedError
 
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        """Fail if what was found for the arrays is wrong."""
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        """Fail if the results for the inputs are wrong."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A case, what happens, and what fails if it does not happen."""
+    """A case, the behavior, and the programs and checks that test it."""
 
     case: str
     what: str
     programs: tuple[Program, ...] = ()
     check: Callable[[Framework, ModuleType], None] | None = None
-    """What cannot be traced: errors, the very same objects, writing in place."""
+    """A check that cannot be traced: errors, object identity, writes in place."""
     exceptions: Mapping[str, str] = field(default_factory=dict)
-    """The reason why it cannot hold, by framework or family."""
+    """The reason for an exemption, by framework or family."""
 
     def reason(self, fw: Framework | type[Framework]) -> str | None:
-        """Return why the promise cannot hold there, ``None`` where it does."""
+        """Return the reason why a framework is exempt, ``None`` if it is not."""
         return self.exceptions.get(fw.name) or self.exceptions.get(fw.family)
 
     def programs_for(self, fw: Framework) -> list[Program]:
-        """Return the programs that a framework can run."""
+        """Return the programs that run on a framework."""
         if self.reason(fw):
             return []
         return [
@@ -72,7 +70,7 @@ class Promise:
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Whether a leaf is a sparse array of its framework."""
+    """Return whether a leaf is a sparse array of its framework."""
     return bool(getattr(leaf, "is_sparse", False)) or type(leaf).__name__ in {
         "IndexedSlices",
         "BCOO",
@@ -80,21 +78,18 @@ def is_sparse(leaf: Any) -> bool:
 
 
 def values(fw: Framework, tree: Any) -> Any:
-    """Return a tree of copies as NumPy's dense arrays."""
+    """Return a tree of copies as dense NumPy arrays."""
     return mapped(
         lambda leaf: np.array(fw.dense(leaf) if is_sparse(leaf) else fw.numpy(leaf)), tree
     )
 
 
 def run_eagerly(fw: Framework, uc: Any, program: Program) -> None:
-    """Run a program line by line, and require what it promises.
-
-    What it was given has not changed.
-    """
-    given = program.arrays(fw)
-    before = dict(walk(values(fw, given)))
-    found = program.run(uc, given)
-    after = dict(walk(values(fw, given)))
+    """Run a program eagerly, and require its guarantee and unchanged inputs."""
+    inputs = program.arrays(fw)
+    before = dict(walk(values(fw, inputs)))
+    found = program.run(uc, inputs)
+    after = dict(walk(values(fw, inputs)))
     for path, array in before.items():
         np.testing.assert_array_equal(after[path], array, err_msg=f"{path} was changed")
-    program.require(fw, given, found)
+    program.require(fw, inputs, found)

@@ -1,4 +1,4 @@
-"""Every rule that the tests run, once: the presets, and combinations of the four choices."""
+"""The rules that the tests run: the presets, and combinations of scope, norm, limit and curve."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ def first_key(path: Any, leaf: Any) -> Any:
 
 
 def only_w(path: Any, leaf: Any) -> bool:
-    """Whether a leaf belongs to ``w``."""
+    """Return whether a leaf belongs to ``w``."""
     return path[0] == "w"
 
 
 def double(grad: Any) -> Any:
-    """Stand for a user's function of an array."""
+    """Double a gradient, as a user's function of an array may."""
     return 2 * grad
 
 
 def falling(step: Any) -> Any:
-    """Return the limit of a step."""
+    """Return a limit that decreases from step to step."""
     return 1.0 + 4.0 * 0.5**step
 
 
 def half(xp: Any, norm: Any, limit: Any) -> float:
-    """Stand for a curve that returns a number of Python's."""
+    """Return a Python number, as a user's curve may."""
     return 0.5
 
 
 def root(xp: Any, norm: Any, limit: Any) -> Any:
-    """Stand for a user's curve."""
+    """Return the square root of the factor, as a user's curve may."""
     return limit / xp.sqrt(limit * (limit + norm))
 
 
 def fixed(uc: ModuleType) -> dict[str, Any]:
-    """Return rules with a limit that stays."""
+    """Return rules with a fixed limit."""
     return {
         "by_value": uc.by_value(-1.0, 2.0),
         "by_norm": uc.by_norm(1.0),
@@ -63,7 +63,7 @@ def fixed(uc: ModuleType) -> dict[str, Any]:
 
 
 def choices(uc: ModuleType) -> dict[str, Any]:
-    """Return rules put together of the four choices."""
+    """Return rules that combine the four choices."""
     scopes, norms, curves = uc.scopes, uc.norms, uc.curves
     some_scopes = {
         "entries": scopes.each_entry,
@@ -117,7 +117,7 @@ def relative(uc: ModuleType) -> dict[str, Any]:
 
 
 def examples(uc: ModuleType) -> dict[str, Any]:
-    """Return rules for gradients of single examples: the first axis of each leaf."""
+    """Return rules for per-example gradients: the first axis of each leaf."""
     return {
         "by_example_norm": uc.by_example_norm(1.0),
         "by_example_layer_norm": uc.by_example_layer_norm(1.0),
@@ -129,7 +129,7 @@ def examples(uc: ModuleType) -> dict[str, Any]:
 
 
 def learning(uc: ModuleType) -> dict[str, Any]:
-    """Return rules that remember one norm of all leaves."""
+    """Return rules that adapt to the joint norm of all leaves."""
     return {
         "schedule": uc.by_global_norm(uc.limits.Schedule(falling)),
         "autoclip": uc.autoclip(50, window=4),
@@ -141,13 +141,14 @@ def learning(uc: ModuleType) -> dict[str, Any]:
         "zclip, no update on a spike": uc.zclip(
             z=1.0, warmup=2, clip_factor=0.7, skip_update_on_spike=True
         ),
-        "log_zscore": uc.log_zscore(z=1.2),  # at 1 the second step is on the bound
+        # At z=1 the second step is exactly on the bound.
+        "log_zscore": uc.log_zscore(z=1.2),
         "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
     }
 
 
 def learning_more(uc: ModuleType) -> dict[str, Any]:
-    """Return rules that remember many norms, and rules of rules that remember."""
+    """Return rules that adapt to many norms, and rules that contain adaptive rules."""
     return {
         "adagc": uc.adagc(warmup=2),
         "norm_growth": uc.norm_growth(),
@@ -168,7 +169,7 @@ FAMILIES = {
     family.__name__: family
     for family in (fixed, choices, relative, examples, learning, learning_more)
 }
-"""The rules by what they have in common; those of a family fit into one compiled program."""
+"""The rules in families; each family fits into one compiled program."""
 
 
 def every_rule(uc: ModuleType) -> dict[str, Any]:
@@ -177,15 +178,15 @@ def every_rule(uc: ModuleType) -> dict[str, Any]:
 
 
 class Kind(NamedTuple):
-    """One of the few rules that stand for all of them, where each run takes long."""
+    """A rule that stands for many, where each run takes long."""
 
     rule: Any
     loss: bool = False
-    """Whether it looks at the loss."""
+    """True if the rule reads the loss."""
 
 
 def kinds(uc: ModuleType) -> dict[str, Kind]:
-    """Return a rule of each kind, with limits for gradients whose global norm is about 1."""
+    """Return representative rules, with limits for gradients whose global norm is about 1."""
     return {
         "by_value": Kind(uc.by_value(-0.1, 0.2)),
         "by_norm": Kind(uc.by_norm(0.3)),
@@ -202,9 +203,7 @@ def kinds(uc: ModuleType) -> dict[str, Kind]:
 
 
 SIZES = (1.0, 1.2, 0.9, 1.1, 0.8, 1.3, 100.0, 0.9, math.nan, 0.0, 0.5, 1.0)
-"""By what the gradients of twelve steps are multiplied: a spike at the 7th, NaN at the 9th,
-zeros at the 10th.
-"""
+"""The factors of twelve gradients: a spike at the 7th, NaN at the 9th, zeros at the 10th."""
 LOSSES = (1.0, 1.1, 0.9, 1.0, 1.2, 0.9, 99.0, 1.0, 1.0, 1.0, 1.1, 0.9)
 
 

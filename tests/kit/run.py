@@ -1,4 +1,4 @@
-"""Run a drawn case on a framework, in one of many ways, each step checked against the oracle."""
+"""Run a drawn case on a framework, in one of many ways, and check each step against the oracle."""
 # ruff: noqa: EM101, TRY003, C901, PLR0911 - a mismatch names its kind; a case is run in many ways
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kit import oracle
-from kit.check import FIELDS, Mismatch, check_leaves, check_report, numpy_of, same_tree, seen_of
+from kit.check import FIELDS, Mismatch, check_leaves, check_report, numpy_of, reported_of, same_tree
 from kit.draw import Case, Slot, drawn_case, plans_of
 from kit.frameworks import Framework
 from kit.oracle import Inconclusive, Leaf, Machine, Outcome
@@ -37,23 +37,24 @@ WAYS = (
     *("parts",) * 3,
 )
 PATIENCE = 30
-"""For how many seconds a process waits for the other ones."""
+"""Seconds that a process waits for the others."""
 
 
 def machine_of(fw: Framework) -> Machine:
-    """Return what the oracle has to know of a framework."""
-    flush = fw.family in {"TensorFlow", "JAX"}  # whose own kernels take subnormal numbers for 0
+    """Return the properties of a framework that the oracle needs."""
+    # Their kernels may flush subnormal numbers to 0.
+    flush = fw.family in {"TensorFlow", "JAX"}
     return Machine(
         flush, fw.default_float, 0 if fw.family == "PyTorch" else -1, exact=fw.family != "MLX"
     )
 
 
 def case_of(uc: ModuleType, fw: Framework, seed: int, number: int) -> Case:
-    """Return a case, always the same one."""
+    """Return a case, a function of seed and number."""
     rng = np.random.default_rng([seed, number])
     few = fw.family == "JAX"
     ways = WAYS + (("in place", "in place") if fw.writes else ())
-    # which no complex dtype there holds
+    # No complex dtype of MLX is as wide as float64.
     dtypes = [one for one in fw.dtypes if fw.family != "MLX" or one != "float64"]
     dtypes = ["float32", "float32", "bfloat16"] if few and number % 10 else dtypes
     case = drawn_case(uc, rng, dtypes, LAYOUTS.get(fw.family, ("C",)), ways, few=few)
@@ -63,14 +64,15 @@ def case_of(uc: ModuleType, fw: Framework, seed: int, number: int) -> Case:
         and any(np.any(np.abs(one) > 1e15) for step in case.steps for one in step)
     ):
         case.way = "plain"
-        # The squares of norms that one process holds are ∞, those of another one are not.
+        # The squares of the norms of one process overflow, and those of another one do not.
     return case
 
 
 def array_of(fw: Framework, values: np.ndarray, slot: Slot) -> Any:
-    """Return an array of the framework, as it lies in memory in many ways."""
+    """Return an array of the framework with the memory layout of a slot."""
     with np.errstate(all="ignore"):
-        array = fw.array(np.array(values), slot.dtype)  # a copy, which may be changed in place
+        # A copy, since a test may change it in place.
+        array = fw.array(np.array(values), slot.dtype)
     numpy = isinstance(array, np.ndarray)
     match slot.layout if slot.shape or slot.layout == "scalar" else "C":
         case "scalar":
@@ -99,24 +101,26 @@ def array_of(fw: Framework, values: np.ndarray, slot: Slot) -> Any:
 def together(
     fw: Framework, count: int, run: Callable[[int, Callable[[Any, str], Any]], Any]
 ) -> list[Any]:
-    """Return ``run(number, all_reduce)`` of so many processes, all at once."""
+    """Return ``run(number, all_reduce)`` of several simulated processes."""
     barrier = threading.Barrier(count, timeout=PATIENCE)
-    given: dict[int, np.ndarray] = {}
+    addends: dict[int, np.ndarray] = {}
 
     def process(number: int) -> Any:
         def all_reduce(own: Any, op: str) -> Any:
-            given[number] = np.array(fw.numpy(own))
+            addends[number] = np.array(fw.numpy(own))
             barrier.wait()
-            arrays = [given[one] for one in range(count)]
+            arrays = [addends[one] for one in range(count)]
             joined = np.sum(arrays, axis=0) if op == "sum" else reduce(np.maximum, arrays)
-            barrier.wait()  # before the next ones are written
+            # All processes have read before the next values are written.
+            barrier.wait()
             return fw.array(joined, fw.dtype(own))
 
         try:
             with fw.context(), np.errstate(all="ignore"):
                 clipped, state, report = run(number, all_reduce)
                 for _, leaf in walk((clipped, state, *[getattr(report, name) for name in FIELDS])):
-                    fw.numpy(leaf)  # an array that is lazy is computed in the thread that made it
+                    # A lazy array must be computed in the thread that created it.
+                    fw.numpy(leaf)
                 return clipped, state, report
         except BaseException:
             barrier.abort()
@@ -126,7 +130,7 @@ def together(
         futures = [pool.submit(process, number) for number in range(count)]
     errors = [error for one in futures if (error := one.exception())]
     for error in errors:
-        # which the other ones get if one fails
+        # The other processes get this error if one fails.
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     if errors:
@@ -137,7 +141,7 @@ def together(
 class Run:
     """A case on a framework.
 
-    ``rule`` is one that another case has used, to clip other gradients by it.
+    ``rule`` is the rule of another case, to clip other gradients with the same rule.
     """
 
     def __init__(self, uc: ModuleType, fw: Framework, case: Case, rule: Any = None) -> None:
@@ -154,11 +158,11 @@ class Run:
 
     @property
     def machine(self) -> Machine:
-        """What the oracle has to know of the framework."""
+        """The properties of the framework that the oracle needs."""
         return machine_of(self.fw)
 
     def _tie(self) -> None:
-        """Make the limit one of the norms that the first step has."""
+        """Set the limit to one of the norms of the first step."""
         leaves = self._leaves(self.tree(self.case.steps[0])) if self.case.tie is not None else []
         with contextlib.suppress(Inconclusive):
             norms = oracle.norms_of(self.case.plan, leaves, self.machine)[0] if leaves else []
@@ -167,7 +171,7 @@ class Run:
                 self._limit(self.uc.limits.Constant(float(size)), float(size))
 
     def _box(self) -> None:
-        """Make the limit an array."""
+        """Turn the limit into an array."""
         kind, value = self.case.plan.limit[0], self.case.plan.limit[-1]
         if (
             self.case.boxed
@@ -199,7 +203,7 @@ class Run:
         ]
 
     def steps(self) -> None:
-        """Take all steps; between them the same rule clips other gradients."""
+        """Take all steps, and clip other gradients by the same rule between them."""
         aside = self.case.aside and Run(
             self.uc, self.fw, replace(self.case.aside, plan=self.plan), self.rule
         )
@@ -216,9 +220,7 @@ class Run:
                 aside.step(aside.case.steps[-1], loss)
 
     def _save(self) -> None:
-        """Save what is remembered, and load it into another clipper, for leaves of other names,
-        or elsewhere.
-        """
+        """Save and load the state: for another clipper, renamed leaves, or another framework."""
         match self.case.way:
             case "holder" | "renamed":
                 saved = json.loads(json.dumps(self.clipper.state_dict()))
@@ -228,10 +230,11 @@ class Run:
                         True,
                     )
                     if isinstance(self.own, dict):
-                        self.own = {("wrapped", *path): known for path, known in self.own.items()}
+                        self.own = {("wrapped", *path): row for path, row in self.own.items()}
                 self.clipper = self.uc.Clipper(self.rule)
                 self.clipper.load_state_dict(saved)
-            case "parts" if self.state is not None:  # what each process remembers is what one would
+            # The state of each process equals that of a single one.
+            case "parts" if self.state is not None:
                 self.state, self.joined = self.state[0], False
             case "moved" | "plain" if self.state is not None:
                 full = self.tree(self.case.steps[0])
@@ -252,7 +255,7 @@ class Run:
             plan.limit[0] in {"relative", "trust"} for plan in plans_of(self.plan)
         ):
             params = self.tree(self.case.params)
-        given = oracle.Step(self.machine, {leaf.path: leaf for leaf in self._leaves(params)}, loss)
+        inputs = oracle.Step(self.machine, {leaf.path: leaf for leaf in self._leaves(params)}, loss)
         try:
             clipped, report = (
                 self._parts(grads, params, loss)
@@ -260,7 +263,7 @@ class Run:
                 else self.call(grads, params, loss)
             )
         except FloatingPointError:
-            outcome = self._outcome(leaves, given)
+            outcome = self._outcome(leaves, inputs)
             if outcome.finite or "raise" not in self.policies:
                 raise
             if way != "in place" or self.plan.kind != "chain":
@@ -271,9 +274,9 @@ class Run:
                 raise
             self._unchanged(grads, old)
             return
-        given.seen = seen_of(self.plan, report, fw)
-        outcome = self._outcome(leaves, given)
-        # Without a state nothing is known, and the report is empty.
+        inputs.reported = reported_of(self.plan, report, fw)
+        outcome = self._outcome(leaves, inputs)
+        # An empty tree starts no state, and the report is empty.
         if way in {"holder", "renamed"} and not leaves:
             outcome.measured = any(part is not None for part in report)
         if self._raises(outcome):
@@ -288,13 +291,13 @@ class Run:
             self._same_objects(outcome, [array for _, array in walk(grads)], new)
         self.own = outcome.state
 
-    def _outcome(self, leaves: list[Leaf], given: oracle.Step) -> Outcome:
+    def _outcome(self, leaves: list[Leaf], inputs: oracle.Step) -> Outcome:
         if self.case.way == "summed":
-            return oracle.summed(self.plan, leaves, given)
-        return oracle.clip(self.plan, leaves, self.own, given)
+            return oracle.summed(self.plan, leaves, inputs)
+        return oracle.clip(self.plan, leaves, self.own, inputs)
 
     def _same_objects(self, outcome: Outcome, grads: list[Any], new: list[Any]) -> None:
-        """Require the very same objects where nothing was to be changed."""
+        """Require the same objects where nothing was clipped."""
         for leaf, one, other in zip(outcome.leaves, grads, new, strict=True):
             kept = (
                 leaf.shape
@@ -335,7 +338,7 @@ class Run:
         return grads if way == "in place" else clipped, report
 
     def _by_function(self, grads: Any) -> Any:
-        """Clip by a familiar function, if there is one for the rule."""
+        """Clip by the convenience function that corresponds to the rule, if there is one."""
         uc, plan, p = self.uc, self.plan, self.plan.p
         if plan.kind == "value":
             return uc.clip_by_value(grads, *plan.bounds)
@@ -355,8 +358,8 @@ class Run:
             case "axes", 0:
                 return uc.clip_by_norm(grads, limit, axis=plan.scope.axes, ord=p)
             case "all", 0:
-                known = uc.global_norm(grads, ord=p) if self.case.boxed else None
-                clipped, norm = uc.clip_by_global_norm(grads, limit, ord=p, norm=known)
+                global_norm = uc.global_norm(grads, ord=p) if self.case.boxed else None
+                clipped, norm = uc.clip_by_global_norm(grads, limit, ord=p, norm=global_norm)
                 wanted = numpy_of(uc.clip(grads, self.rule)[1].norms, self.fw)
                 rtol = 4 * EPS[str(wanted.dtype)]
                 np.testing.assert_allclose(
@@ -366,29 +369,32 @@ class Run:
         return None
 
     def _parts(self, grads: Any, params: Any, loss: float | None) -> tuple[Any, Any]:
-        """Clip as several processes do, each of which holds a part of the gradients;
-        join what they return.
-        """
+        """Clip in simulated processes, each with shards of the gradients, and join the results."""
         count = 2 + (2 in self.case.processes)
-        held = {path: self.case.processes[slot.number] for path, slot in walk(self.case.tree)}
+        owner = {path: self.case.processes[slot.number] for path, slot in walk(self.case.tree)}
 
         def part(process: int) -> Callable[[tuple[Any, ...], Any], Any]:
             def own(path: tuple[Any, ...], leaf: Any) -> Any:
-                if held[path] == -2:
+                if owner[path] == -2:
                     cuts = (
                         leaf.shape[0] * process // count,
                         leaf.shape[0] * (process + 1) // count,
                     )
                     return leaf[cuts[0] : cuts[1], ...]
-                return leaf if held[path] in {process, -1} else None
+                return leaf if owner[path] in {process, -1} else None
 
             return own
 
         def run(process: int, all_reduce: Any) -> Any:
-            own, theirs = (replaced_by_path(tree, part(process)) for tree in (grads, params))
-            state = self.rule.init(theirs) if self.state is None else self.state[process]
+            own, own_params = (replaced_by_path(tree, part(process)) for tree in (grads, params))
+            state = self.rule.init(own_params) if self.state is None else self.state[process]
             return self.rule.update(
-                own, state, theirs, all_reduce, shared=lambda path, leaf: held[path] == -1, **more
+                own,
+                state,
+                own_params,
+                all_reduce,
+                shared=lambda path, leaf: owner[path] == -1,
+                **more,
             )
 
         more = {} if loss is None else {"loss": loss}
@@ -402,7 +408,7 @@ class Run:
             own, fw = [tree[path] for tree in clipped if path in tree], self.fw
             return (
                 fw.array(np.concatenate(list(map(fw.numpy, own))), fw.dtype(own[0]))
-                if held[path] == -2
+                if owner[path] == -2
                 else own[0]
             )
 
@@ -413,7 +419,7 @@ class Run:
         return [numpy_of(array, self.fw).tolist() for _, array in walk(limits)]
 
     def _fixed(self, grads: Any) -> bool:
-        """Return whether one of the arrays that are to be clipped cannot be changed."""
+        """Return whether an array that would be clipped is read-only."""
         where = self.plan.where or (lambda path, leaf: True)
         some = [array for path, array in walk(grads) if where(path, array)]
         fixed = [isinstance(a, (np.ndarray, np.generic)) and not a.flags.writeable for a in some]
@@ -430,7 +436,7 @@ class Run:
 def replaced_by_path(
     tree: Any, leaf_of: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()
 ) -> Any:
-    """Return the tree with a function of each leaf and its path."""
+    """Return the tree with a function applied to each path and leaf."""
     if isinstance(tree, dict):
         return {key: replaced_by_path(inner, leaf_of, (*path, key)) for key, inner in tree.items()}
     if isinstance(tree, (list, tuple)):

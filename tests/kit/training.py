@@ -1,6 +1,4 @@
-"""One small model that every adapter trains, and the same training by hand,
-in NumPy and float64.
-"""
+"""The small model that every integration trains, and its training by hand in NumPy and float64."""
 
 from __future__ import annotations
 
@@ -15,22 +13,20 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 RATE = 0.1
 MOMENTUM = 0.9
 SIZES = (1.0, 0.3, 2.0, 60.0, 0.5, 1.5, math.nan, 0.9)
-"""By what the targets of each batch are multiplied: a spike in the 4th, NaN in the 7th."""
+"""The factors of the targets of each batch: a spike in the 4th, NaN in the 7th."""
 
 
 class Batch(NamedTuple):
-    """What one step looks at."""
+    """The inputs of one step."""
 
     ids: np.ndarray
-    """Rows of the table, shape (8,): some come twice, and the last row of the table never."""
+    """Rows of the table, shape (8,): some occur twice, the last row of the table never."""
     targets: np.ndarray
     """Shape (8, 2), float32."""
 
 
 def weights() -> Arrays:
-    """Return the weights that each training begins with: a bias,
-    a table of which batches take rows, a matrix.
-    """
+    """Return the initial weights: a bias, a table with one row for each id, a matrix."""
     rng = np.random.default_rng(7)
     shapes = {"b": (2,), "table": (5, 3), "w": (3, 2)}
     return {
@@ -48,22 +44,21 @@ def batches() -> list[Batch]:
     made = []
     for size in SIZES:
         targets = rng.standard_normal((8, 2)).astype(np.float32)
-        targets[0, 0] *= size  # NaN reaches one column of the matrix, and one row of the table
+        # A NaN reaches one column of the matrix and one row of the table.
+        targets[0, 0] *= size
         targets[1:] *= size if math.isfinite(size) else 1
         made.append(Batch(rng.integers(0, 4, 8), targets))
     return made
 
 
 def overflowing() -> Batch:
-    """Return a batch whose gradients are finite in float32,
-    but not if they are multiplied by 1024.
-    """
+    """Return a batch with finite float32 gradients that overflow when multiplied by 1024."""
     ids, targets = batches()[0]
     return Batch(ids, targets * np.float32(1e37))
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:
-    """Return a batch as some of equal size: the mean of their gradients is that of the batch."""
+    """Return a batch as several of equal size; the mean of their gradients is that of the batch."""
     return [Batch(*part) for part in zip(*(np.split(array, count) for array in batch), strict=True)]
 
 
@@ -92,7 +87,7 @@ class Momentum:
 
 
 class Adam:
-    """Adam, with decay of the weights beside it (AdamW) or without."""
+    """Adam with decoupled weight decay (AdamW), or without."""
 
     def __init__(self, decay: float = 0.0) -> None:
         self.decay, self.count = decay, 0
@@ -114,9 +109,7 @@ OPTIMIZERS = {"sgd": lambda: Momentum(0.0), "momentum": lambda: Momentum(MOMENTU
 
 
 class ByHand:
-    """The training by hand: gradients, the rule, and where it skips no step,
-    a step of the optimizer.
-    """
+    """The reference training: gradients, the rule, and an optimizer step unless it is skipped."""
 
     def __init__(self, uc: ModuleType, rule: Any, optimizer: str = "momentum") -> None:
         self.weights: Arrays = {name: array.astype(np.float64) for name, array in weights().items()}
@@ -133,10 +126,10 @@ class ByHand:
 
     @property
     def skipped(self) -> bool:
-        """Whether the rule skipped the last step."""
+        """Return whether the rule skipped the last step."""
         skipped = self.clipper.report.skipped
         return skipped is not None and bool(skipped)
 
     def scalars(self) -> dict[str, float]:
-        """Return what a logger shows of the last step."""
+        """Return the scalars of the last step for a logger."""
         return {name: float(value) for name, value in self.clipper.report.scalars().items()}

@@ -1,4 +1,4 @@
-"""Trees of arrays, in one order on all frameworks: keys sorted, ``None`` left out."""
+"""Trees of arrays, in the same order on all frameworks: sorted keys, without ``None``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPS = {
 
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves with their paths."""
+    """Yield the paths and leaves."""
     if isinstance(tree, dict):
         for key in sorted(tree, key=lambda one: (type(one).__name__, one)):
             yield from walk(tree[key], (*path, key))
@@ -35,7 +35,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the tree with the function of each leaf; ``None`` stays."""
+    """Return the tree with a function applied to each leaf; ``None`` stays."""
     if isinstance(tree, dict):
         return {key: mapped(function, value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -46,7 +46,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 def close(
     framework: Framework, found: Any, wanted: Any, dtype: str = "float32", ulps: float = 4
 ) -> None:
-    """Require an array to be equal to NumPy's to a few units in the last place of a dtype."""
+    """Require an array to equal NumPy's to a few units in the last place of a dtype."""
     values = framework.numpy(found).astype(complex)
     np.testing.assert_allclose(values, np.asarray(wanted).astype(complex), rtol=ulps * EPS[dtype])
 
@@ -54,9 +54,7 @@ def close(
 def close_trees(
     framework: Framework, found: Any, wanted: Any, rtol: float, atol: float = 0.0
 ) -> None:
-    """Require a tree of a framework to have the paths of one of NumPy's,
-    and its values but for rounding.
-    """
+    """Require a tree to have the paths of a NumPy tree, and the same values up to rounding."""
     there, here = dict(walk(found)), dict(walk(wanted))
     assert list(there) == list(here)
     for path, array in here.items():

@@ -1,6 +1,4 @@
-"""Libraries that clip inside, with their own clipping switched off as the pages say:
-they train as before.
-"""
+"""Libraries that clip inside: they train the same with their own clipping disabled."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ RULE = uc.by_global_norm(0.05)
 
 
 def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Require the same weights, to rounding."""
+    """Require the same weights up to rounding."""
     for (name, p), (_, q) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         np.testing.assert_allclose(p.detach(), q.detach(), rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -63,7 +61,7 @@ AGENTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def agent(name: str, max_grad_norm: float = math.inf, **options: Any) -> Any:
     """Return a small agent of Stable-Baselines3 for the pole on a cart.
 
-    Each one seeds the generator of all.
+    Each one seeds the global generator.
     """
     make, own = AGENTS[name]
     return make(
@@ -91,9 +89,7 @@ class Attach(BaseCallback):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_stable_baselines3(name: str) -> None:
-    """Without the clipping inside, a rule that is attached, also by a callback,
-    takes the steps that it took.
-    """
+    """An attached rule takes the steps of the library's own clipping, also through a callback."""
     native, plain = agent(name, 0.05).learn(96), agent(name).learn(96)
     attached = agent(name).learn(96, callback=Attach())
     assert_same(native.policy, attached.policy)
@@ -102,7 +98,7 @@ def test_stable_baselines3(name: str) -> None:
 
 
 class ClippedAdam(torch.optim.Adam):
-    """An optimizer that attaches its rule, wherever a library makes it."""
+    """An optimizer that attaches its rule when a library creates it."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -110,8 +106,9 @@ class ClippedAdam(torch.optim.Adam):
 
 
 def test_autoclip_saved_and_loaded(tmp_path: Path) -> None:
-    """Attach, then load the parameters; or let the class of the optimizer attach,
-    and ``load`` does it all.
+    """A rule is attached before the parameters are loaded, or by the class of the optimizer.
+
+    In the latter case ``load`` restores everything.
     """
     path = tmp_path / "agent.zip"
     first, second = agent("PPO"), agent("PPO")
@@ -135,7 +132,7 @@ def test_autoclip_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_clipped_before(tmp_path: Path) -> None:
-    """Where the clipping inside was left on, the summary of the run says so."""
+    """If the library's clipping is left on, the summary of the run reports it."""
     made = agent("PPO", 0.05)
     with insight.Recorder(tmp_path / "run.jsonl") as record:
         attach(made.policy.optimizer, RULE, record=record)
@@ -191,9 +188,7 @@ class Clipped(ClippedTrainer, SFTTrainer):
 
 @pytest.mark.filterwarnings("ignore:max_grad_norm", "ignore:.*gradient_checkpointing:FutureWarning")
 def test_trl(tmp_path: Path) -> None:
-    """The callback and the mixin switch the clipping inside off by themselves,
-    and take its steps.
-    """
+    """The callback and the mixin disable the library's clipping, and take the same steps."""
     native = sft(tmp_path)
     with pytest.raises(AssertionError):
         assert_same(native.model, sft(tmp_path, max_grad_norm=0.0).model)
@@ -206,7 +201,7 @@ def test_trl(tmp_path: Path) -> None:
 
 
 def train_timm(make: Any, **clipping: Any) -> torch.nn.Module:
-    """Train a small network of timm, as its own script does."""
+    """Train a small network of timm like its own script."""
     torch.manual_seed(0)
     model = timm.create_model("test_vit", num_classes=4, img_size=32)
     optimizer = make(model)
@@ -229,7 +224,7 @@ def sgd(model: torch.nn.Module) -> Any:
 
 
 def test_timm() -> None:
-    """AGC without the head, by the model's names."""
+    """AGC without the head uses the names of the model."""
     rule = uc.masked(uc.agc(0.01), lambda path, leaf: not path[1].startswith("head."))
 
     def clipped(model: torch.nn.Module) -> Any:
@@ -244,7 +239,7 @@ def test_timm() -> None:
 
 
 def test_an_optimizer_that_clips_inside() -> None:
-    """Lamb of timm clips by default; ``None`` switches it off."""
+    """Lamb of timm clips by default, and ``None`` disables it."""
 
     def clipped(model: torch.nn.Module) -> Any:
         optimizer = Lamb(model.parameters(), lr=0.01, max_grad_norm=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The file `mistakes` with its mistakes mended, in which a type checker finds none."""
+"""The file `mistakes` with its mistakes corrected: a type checker finds none."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from uniclip.integrations.torch import attach
 
 
 class Model:
-    """As much of a model as matters here."""
+    """The part of a model that the calls below use."""
 
     def parameters(self) -> list[Any]:
         """Return the parameters."""
         return []
 
     def forward(self, x: float) -> float:
-        """Return what the model makes of a number."""
+        """Return the prediction for a number."""
         return x
 
 
 class Optimizer:
-    """As much of an optimizer as matters here."""
+    """The part of an optimizer that the calls below use."""
 
     def __init__(self, params: list[Any]) -> None:
         self.param_groups = [{"params": params}]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Eight mistakes that a type checker finds, whether a framework is installed or not.
+"""Eight mistakes that a type checker finds, with or without a framework.
 
-`mended` has none of them.
+`mended` is the same file without them.
 
-Each is on a line that says so. The file is read by checkers, and never run.
+Each is on a line marked "mistake". The file is read by type checkers, and never run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from uniclip.integrations.torch import attach
 
 
 class Model:
-    """As much of a model as matters here."""
+    """The part of a model that the calls below use."""
 
     def parameters(self) -> list[Any]:
         """Return the parameters."""
         return []
 
     def forward(self, x: float) -> float:
-        """Return what the model makes of a number."""
+        """Return the prediction for a number."""
         return x
 
 
 class Optimizer:
-    """As much of an optimizer as matters here."""
+    """The part of an optimizer that the calls below use."""
 
     def __init__(self, params: list[Any]) -> None:
         self.param_groups = [{"params": params}]

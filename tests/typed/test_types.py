@@ -1,6 +1,4 @@
-"""A type checker finds the mistakes that are in one file,
-and none in the file that has them mended.
-"""
+"""A type checker finds the mistakes in one file, and none in its corrected copy."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ MISTAKES, MENDED = HERE / "mistakes.py", HERE / "mended.py"
 
 
 def test_mistakes_are_found() -> None:
-    """Each mistake is found on its line, and nothing else,
-    as by a user without a configuration of mypy.
-    """
+    """Each mistake is found on its line, and nothing else, without a configuration of mypy."""
     command = [
         sys.executable,
         "-m",
@@ -27,7 +23,8 @@ def test_mistakes_are_found() -> None:
         str(MENDED),
     ]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert run.returncode in {0, 1}, run.stdout + run.stderr  # 2 where mypy itself fails
+    # 2 means that mypy itself failed.
+    assert run.returncode in {0, 1}, run.stdout + run.stderr
     found = re.findall(r"^(.+?):(\d+): error: ", run.stdout, re.MULTILINE)
     lines = MISTAKES.read_text(encoding="utf-8").splitlines()
     marked = {
@@ -38,7 +35,7 @@ def test_mistakes_are_found() -> None:
 
 
 def test_mended_differs_where_the_mistakes_are() -> None:
-    """The other file is the same program, but for the lines with a mistake."""
+    """The corrected copy differs only in the lines with a mistake."""
     wrong, right = (
         file.read_text(encoding="utf-8").partition("\nfrom __future__")[2]
         for file in (MISTAKES, MENDED)

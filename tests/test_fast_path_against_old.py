@@ -1,5 +1,6 @@
-"""Drawn cases in PyTorch's lane, and on the package before it had one: ``tox -e old``,
-else not collected.
+"""Drawn cases in PyTorch's fast path, and on an earlier package that had none.
+
+The file is collected by ``tox -e old`` only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def old(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 
 def leaf_kinds(torch: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return what makes leaves of many kinds of a dense tensor of three columns."""
+    """Return functions that turn a dense tensor of three columns into leaves of many kinds."""
     wide = {"rows": 3000, "odd rows": 3001}
     return {
         "usual": lambda x: x,
@@ -73,7 +74,7 @@ def leaf_kinds(torch: Any) -> dict[str, Callable[[Any], Any]]:
 def leaves_of(torch: Any, draw: random.Random) -> list[Any]:
     """Return leaves, most of the usual kind.
 
-    One may lie in the memory of another, or be one that is there already.
+    One may be a view of another, and one may occur twice.
     """
     makers = leaf_kinds(torch)
     names = draw.choices(
@@ -106,8 +107,10 @@ def with_gradients(torch: Any, leaves: list[Any]) -> list[Any]:
 def outcome(
     package: ModuleType, way: str, leaves: list[Any], limit: float, torch: Any
 ) -> list[Any]:
-    """Return what comes of a case: an error's text; or the leaves, which of them are the same,
-    and the norm.
+    """Return the outcome of a case.
+
+    This is an error with its text; or identity, form, strides and values of the leaves, and the
+    norm.
     """
     module = importlib.import_module(f"{package.__name__}.integrations.torch")
     try:
@@ -148,13 +151,13 @@ def outcome(
 
 
 def taken() -> tuple[list[bool], Any]:
-    """Return a list of whether the lane took each case, and a profiler that fills it."""
+    """Return a list of whether the fast path took each case, and a profiler that fills it."""
     found: list[bool] = []
 
     def listen(frame: Any, event: str, arg: Any) -> None:
         if (
             event == "return"
-            and frame.f_code.co_name == "lane"
+            and frame.f_code.co_name == "fast_path"
             and "fast_path" in frame.f_code.co_filename
         ):
             found.append(arg is not None)
@@ -164,9 +167,10 @@ def taken() -> tuple[list[bool], Any]:
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("way", ["clip", "clip_", "drop-in", "attach"])
-def test_lane(way: str, old: ModuleType) -> None:
-    """Leaves, errors, identities and strides are what they were, values and norms to rounding;
-    the lane takes half.
+def test_fast_path(way: str, old: ModuleType) -> None:
+    """Leaves, errors, identities and strides equal the old ones, and values up to rounding.
+
+    The fast path takes half of the cases.
     """
     import torch
 
