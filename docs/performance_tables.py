@@ -56,7 +56,7 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 
 
 def on_both(rows: list[Row], trees: list[str], gpu: list[Row]) -> Iterator[list[str]]:
-    """Yield the speedups of the clip on a CPU, then on a GPU, where `attach` was not timed alone."""
+    """Yield the speedups on a CPU and on a GPU, where `attach` was not timed alone."""
     times = {
         (row["dtype"], row["clipped"]): number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
         for row in gpu
@@ -112,13 +112,16 @@ def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
     for (what, dtype), both in cases.items():
         ours = [row["uniclip"] for row in both]
         native = both[-1]["native"]
+        on_device, on_host = (
+            f"{duration(native[key])} → {' / '.join(duration(one[key]) for one in ours)}"
+            for key in ("gpu_us", "host_us")
+        )
         yield [
             f"{what}, {dtype}",
             both[0]["peer"],
             " / ".join(number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"]) for row in both),
-            f"{duration(native['gpu_us'])} → {' / '.join(duration(one['gpu_us']) for one in ours)}",
-            f"{duration(native['host_us'])} → "
-            f"{' / '.join(duration(one['host_us']) for one in ours)}",
+            on_device,
+            on_host,
             f"{native['launches']} → {ours[0]['launches']}",
         ]
 
