@@ -125,7 +125,7 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
     views = list(
         zip(views_of(case.plan, report, fw), views_of(case.plan, own_report, fw), strict=True)
     )
-    remembers = any(plan.stateful or plan.limit[0] == "trust" for plan in plans_of(case.plan))
+    stateful = any(plan.stateful or plan.limit[0] == "trust" for plan in plans_of(case.plan))
     decided, ordinary = True, True
     for old, new in views:
         assert [some is None for some in old[:3]] == [some is None for some in new[:3]]
@@ -139,13 +139,13 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
         ):
             eps = float(np.finfo(norms.dtype).eps)
             # An adaptive limit may be a difference of norms.
-            loose = 2e4 * eps if remembers else 4 * eps
+            loose = 2e4 * eps if stateful else 4 * eps
             top = min(float(np.finfo(one.dtype).max) for one in (limits, others[1]))
             most, own_most = (np.minimum(one, top) for one in (limits, others[1]))
             assert same_norms(norms, others[0], 2 * eps).all(), (norms, others[0])
             close = near(norms, most, loose) | near(norms, own_most, loose)
             decided &= not close.any()
-            if not (remembers and close.any()):
+            if not (stateful and close.any()):
                 assert (near(most, own_most, loose) | (norms == 0)).all(), (limits, others[1])
             ordinary &= not ((others[0] > 0) & (others[0] < 1e-37)).any() or eps < 1e-9
             # The old package applied factors beyond the range in two steps.
@@ -172,7 +172,7 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
         eps = EPS.get(fw.dtype(one), 0.0) if views[0][0].norms is not None else 0.0
         first, second = (fw.numpy(leaf).astype(np.complex128) for leaf in (one, other))
         tiny = float(np.finfo(np.float32).tiny) if eps > 2**-40 else 0.0
-        rtol = 2e4 * eps if remembers else 4 * eps
+        rtol = 2e4 * eps if stateful else 4 * eps
         assert (near(first, second, rtol) | (np.abs(first - second) <= tiny)).all(), (
             case,
             first,

@@ -323,11 +323,11 @@ class Run:
             return uc.clip_and_sum(grads, self.rule, params)
         if way in {"holder", "renamed"}:
             return self.clipper(grads, params, **more), self.clipper.report
-        if way == "in place" and not self.rule.stateful:
+        if way == "in place" and not self.plan.stateful:
             return grads, uc.clip_(grads, self.rule, params)
         if way == "familiar" and (clipped := self._by_function(grads)) is not None:
             return clipped, self.rule.update(grads, self.rule.init(grads), params)[2]
-        if not self.rule.stateful:
+        if not self.plan.stateful:
             return uc.clip(grads, self.rule, params)
         self.state = self.rule.init(grads) if self.state is None else self.state
         more = {
