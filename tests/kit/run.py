@@ -134,6 +134,11 @@ def together(
     return [one.result() for one in futures]
 
 
+def is_stateful(rule: Any) -> bool:
+    """Return whether a rule is stateful; rules of the earlier package call it ``memory``."""
+    return bool(rule.stateful if hasattr(rule, "stateful") else rule.memory)
+
+
 class Run:
     """A case on a framework.
 
@@ -320,11 +325,11 @@ class Run:
             return uc.clip_and_sum(grads, self.rule, params)
         if way in {"holder", "renamed"}:
             return self.clipper(grads, params, **more), self.clipper.report
-        if way == "in place" and not self.rule.stateful:
+        if way == "in place" and not is_stateful(self.rule):
             return grads, uc.clip_(grads, self.rule, params)
         if way == "familiar" and (clipped := self._by_function(grads)) is not None:
             return clipped, self.rule.update(grads, self.rule.init(grads), params)[2]
-        if not self.rule.stateful:
+        if not is_stateful(self.rule):
             return uc.clip(grads, self.rule, params)
         self.state = self.rule.init(grads) if self.state is None else self.state
         more = {
