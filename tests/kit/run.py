@@ -138,6 +138,11 @@ def together(
     return [one.result() for one in futures]
 
 
+def is_stateful(rule: Any) -> bool:
+    """Return whether a rule is stateful; rules of the earlier package call it ``memory``."""
+    return bool(rule.stateful if hasattr(rule, "stateful") else rule.memory)
+
+
 class Run:
     """A case on a framework.
 
