@@ -328,8 +328,8 @@ def test_nodes_and_settings_of_jax() -> None:
 
 
 BY_ROW: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "memory": ("remembers", lambda fw: uc.Rule(uc.limits.Ema(1.05, 0.9), scope=uc.scopes.axes(1))),
-    "memory of entries": ("remembers", lambda fw: uc.spam()),
+    "memory": ("keeps state", lambda fw: uc.Rule(uc.limits.Ema(1.05, 0.9), scope=uc.scopes.axes(1))),
+    "memory of entries": ("keeps state", lambda fw: uc.spam()),
     "limits": ("limit", lambda fw: uc.by_norm(fw.array([1.0, 2.0, 3.0, 4.0]), axis=1)),
     "limits of a group": (
         "limit",

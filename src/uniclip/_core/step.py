@@ -19,8 +19,15 @@ from uniclip._core.apply import Apply, StepResult, scale_leaves
 from uniclip._core.collectives import Loss, raise_if_kept_axes, reduction_of, with_reduced_library
 from uniclip._core.fast_path import FastStepResult, run_fast_path, run_fast_path_on_storage
 from uniclip._core.measure import Inputs, Measured, measure, zero_norms
-from uniclip._core.plan import Plan, plan_of, raise_if_rows
-from uniclip._core.tree import Opened, flatten_known, open_leaves, with_params
+from uniclip._core.plan import (
+    Plan,
+    is_one_norm,
+    names_of_norms,
+    norm_space_of,
+    plan_for,
+    raise_if_rows,
+)
+from uniclip._core.tree import OpenedTree, flatten_known, open_leaves, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments, real, summarize
 from uniclip._types import Step
 from uniclip.backends import MET, Backend, backend_of, library_of
@@ -54,7 +61,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     step: Step = Step(),  # noqa: B008 - it never changes
     max_norm: Any = None,
     *,
-    apply: Apply = scale_leaves,
+    apply: Apply | None = scale_leaves,
 ) -> StepResult | FastStepResult:
     """Take one step of a rule, on the fast path if that takes it, else the general way.
 
@@ -67,7 +74,8 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     max_norm : float or 0-d array, optional
         A constant limit in the place of the rule's.
     apply : function, optional
-        What is made of the leaves and their factors, by default new leaves, or the same in place.
+        What is made of the leaves and their factors, by default new leaves, or the same in place;
+        ``None`` to only measure.
 
     Raises
     ------
@@ -85,23 +93,23 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     if backend is not None:
         numbers = run_fast_path(rule, backend, leaves, limit, step)
         if numbers is not None:
-            return FastStepResult(rule, backend, spec.unflatten, numbers, state)
+            return FastStepResult(backend, spec.unflatten, numbers, state)
 
     tree = open_leaves(leaves, spec, in_place=step.in_place)
     if tree.wrapped and not tree.shards:
         numbers = run_fast_path_on_storage(rule, tree, limit, step)
         if numbers is not None:
-            return FastStepResult(rule, tree.backend, tree.spec.unflatten, numbers, state)
+            return FastStepResult(tree.backend, tree.spec.unflatten, numbers, state)
     return run_general_step(rule, tree, state, step, limit, apply)
 
 
 def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     rule: Choices,
-    tree: Opened,
+    tree: OpenedTree,
     state: Any,
     step: Step,
     constant: Any,
-    apply: Apply = scale_leaves,
+    apply: Apply | None = scale_leaves,
 ) -> StepResult:
     """Plan which leaves share a norm, and whether the host reads the norms; then decide."""
     reduction, params = None, None
@@ -125,7 +133,7 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         mode = _mode_beside(rule, [tree] if params is None else [tree, params], values, others)
     if step.all_reduce is not None or step.shared is not None:
         reduction = reduction_of(
-            None if mode == TRACED else rule.agreed, step.all_reduce, step.shared
+            None if mode == TRACED else rule.cache.reductions, step.all_reduce, step.shared
         )
     if params is not None and mode != HOST:
         detached = [
@@ -137,19 +145,20 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         # The parameters say on which device norms lie.
         first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
     with leaf_info.backend.computation_context(first):
-        plan = plan_of(rule, tree, mode, reduction, params)
-        if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
-            plan = plan.with_blocks_apart()
-        # Now it is known how many there are.
-        if plan.collectives is not None and plan.collectives.compare(rule):
-            plan = plan_of(rule, tree, mode, reduction, params)
+        # What the processes agree on, such as their number, is part of the plan.
+        if reduction is not None and not reduction.checked and mode != TRACED:
+            names = None if is_one_norm(rule.scope) else names_of_norms(rule, tree)
+            reduction.agree(rule, names, norm_space_of(tree, mode, reduction))
+        trees = [tree] if params is None else [tree, params]
+        separate = bool(tuple(getattr(constant, "shape", None) or ()))
+        plan = plan_for(rule, trees, mode, reduction, separate=separate)
         inputs = Inputs(rule, plan, tree, params, step, constant)
         tree, found, new = _run_measured(inputs, state)
-        leaves = apply(rule, tree, plan, found.factors)
+        leaves = tree.leaves if apply is None else apply(rule, tree, plan, found.factors)
         return StepResult(leaves, tree.spec.unflatten, found, new)
 
 
-def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: Any) -> int:
+def _mode_beside(rule: Choices, trees: list[OpenedTree], values: list[Any], others: Any) -> int:
     """Return the mode of a step on gradients, and parameters, given values to look at,
     and what else may be traced.
     """
@@ -177,7 +186,7 @@ def _viewable(backend: Backend, value: Any) -> bool:
     ) is not None
 
 
-def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
+def _run_measured(inputs: Inputs, state: Any) -> tuple[OpenedTree, StepValues, Any]:
     """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
     rule, plan, tree = inputs.rule, inputs.plan, inputs.tree
     if rule.nonfinite == "zero" and not plan.math.host:
@@ -211,7 +220,7 @@ def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
     return tree, values, new
 
 
-def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
+def _zero_nonfinite(plan: Plan, gradients: OpenedTree) -> OpenedTree:
     """Return gradients with 0 for entries that are not finite."""
     library, arrays = plan.math.library, list(gradients.arrays)
     for number in gradients.leaf_info.present:
@@ -220,7 +229,7 @@ def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
     return gradients._replace(arrays=arrays)
 
 
-def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
+def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[OpenedTree, Measured]:
     """Return gradients with 0 for entries that are not finite, and what is measured then.
 
     The host reads whether there are some, and reads the gradients twice only then.
@@ -319,7 +328,7 @@ def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list
     ]
 
 
-def first_state(rule: Choices, tree: Opened, plan: Plan) -> Any:
+def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     """Return the state before the first step."""
     rows = [
         Rows(n, block.labels, absent=block.absent)
@@ -628,7 +637,7 @@ def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_fin
     return skipped
 
 
-def _raise_if_nonfinite(tree: Opened, plan: Plan, finite: Any) -> None:
+def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (

@@ -3,7 +3,7 @@
 
 A tree is opened once, and this is the one door for odd leaves: sparse and distributed ones,
 integers and storage formats become floating-point arrays here, each in a `Leaf`, in which entries
-that were stored twice are summed, and `Opened.close` makes them what they were. ``None``, an absent
+that were stored twice are summed, and `OpenedTree.close` makes them what they were. ``None``, an absent
 gradient, keeps its row.
 """
 
@@ -48,7 +48,7 @@ LEAF_INFO_CACHE_SIZE = 256
 """For how many trees a backend keeps the facts about the kinds of their leaves."""
 
 
-class Opened(NamedTuple):
+class OpenedTree(NamedTuple):
     """A tree whose leaves are arrays to measure and multiply, and how to make it what it was."""
 
     leaf_info: LeafInfo
@@ -327,7 +327,7 @@ class _Container(NamedTuple):
 
 def open_tree(
     tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False
-) -> Opened:
+) -> OpenedTree:
     """Open a tree of gradients, or of parameters by that name.
 
     ``whole`` for a function of each array.
@@ -349,7 +349,7 @@ def open_leaves(
     *,
     in_place: bool = False,
     whole: bool = False,
-) -> Opened:
+) -> OpenedTree:
     """Do as `open_tree`, given what `flatten_known` returned."""
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
@@ -381,7 +381,7 @@ def open_leaves(
             if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
                 backend.known.clear()
             leaf_info = backend.known.setdefault((name, whole, key), leaf_info)
-    opened = Opened(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
+    opened = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
     if in_place and not whole:
         _raise_if_integers(opened)
     if in_place and not backend.writes:
@@ -389,7 +389,7 @@ def open_leaves(
     return opened
 
 
-def _raise_if_integers(opened: Opened) -> None:
+def _raise_if_integers(opened: OpenedTree) -> None:
     """Refuse integers to be changed in place, by a rule of norms."""
     for number in opened.wrapped:
         if opened.is_integral(number):
@@ -513,7 +513,9 @@ def _no_array(where: str, leaf: object) -> str:
 # Parameters beside their gradients.
 
 
-def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
+def with_params(
+    rule: Choices, given: OpenedTree, step: Step
+) -> tuple[OpenedTree, OpenedTree | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
     Where gradients are absent, the parameters say which library's processes are joined, and over
@@ -539,7 +541,7 @@ def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opene
     return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
 
 
-def _put_in_order(theirs: Opened, given: Opened) -> Opened:
+def _put_in_order(theirs: OpenedTree, given: OpenedTree) -> OpenedTree:
     """Return the parameters in the order of the gradients, by their paths,
     ``None`` where there is none.
     """
@@ -558,7 +560,7 @@ def _put_in_order(theirs: Opened, given: Opened) -> Opened:
     return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, wrapped=wrapped)
 
 
-def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
+def _match_params(rule: Choices, given: OpenedTree, theirs: OpenedTree) -> OpenedTree:
     """Return the parameters of the gradients.
 
     Raises
@@ -600,10 +602,12 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         for number, shard in shards.items()
         if shard is not None
     }
-    return Opened(theirs.leaf_info, theirs.leaves, arrays, given.spec, "params", wrapped=wrapped)
+    return OpenedTree(
+        theirs.leaf_info, theirs.leaves, arrays, given.spec, "params", wrapped=wrapped
+    )
 
 
-def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
+def _at_stored_rows(rule: Choices, given: OpenedTree, number: int, array: Any) -> Any:
     """Return a parameter at the rows that its sparse gradient stores, if each row has a norm;
     else the parameter.
     """
@@ -621,7 +625,7 @@ def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> An
 
 
 def _divide_alike(
-    rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]
+    rule: Choices, given: OpenedTree, theirs: OpenedTree, arrays: list[Any]
 ) -> tuple[list[Any], dict[int, Any]]:
     """Return the parameters and their parts, divided among processes as the gradients are where
     norms keep axes.

@@ -87,9 +87,8 @@ class LeafInfo:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
-        self.dtype = norm_dtype(
-            backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
-        )
+        floats = [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
+        self.dtype = norm_dtype(backend.xp, floats)
         """The dtype of their norms: float32, or the widest real one.
 
         Norms lie with the first leaf, whose device may have no float64 though that of others has.
@@ -100,6 +99,9 @@ class LeafInfo:
         """Whether all of their squares fit into float64."""
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
+        largest = [float(backend.xp.finfo(norm_dtype(backend.xp, [x])).max) for x in floats]
+        self.largest_factor = min([math.inf, *largest])
+        """The largest factor that all of them can be multiplied by."""
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""

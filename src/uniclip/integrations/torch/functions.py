@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from uniclip._core.apply import keep_leaves
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.fast_path import run_fast_path
 from uniclip._core.step import run_step
@@ -221,7 +220,7 @@ def get_total_norm(
         values = [torch.zeros(0)]
     with torch.no_grad():
         step = Step(all_reduce=all_reduce, shared=shared)
-        return run_step(rule, values, NOTHING, step, math.inf, apply=keep_leaves).norms()
+        return run_step(rule, values, NOTHING, step, math.inf, apply=None).norms()
 
 
 def clip_grads_with_norm_(
