@@ -8,7 +8,7 @@ After the sums of leaves, only what is here makes, converts, rounds and branches
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,9 @@ class NormSpace:
         mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
         return self.library.sums(mode, terms) if terms.arrays else []
 
-    def norms_at_once(self, trees: list[OpenedTree], terms: list[Terms]) -> list[Any] | None:
+    def norms_at_once(
+        self, trees: Sequence[OpenedTree], terms: Sequence[Terms]
+    ) -> list[Any] | None:
         """Return for each tree its norms, and the same with NaN where they are not finite, if the
         library makes them with their sums.
         """

@@ -147,7 +147,9 @@ def make_plan(
     if not separate:
         plan.shapes = _shapes_of_vector(plan, rule, tree)
     plan.norm_blocks = plan.blocks if plan.shapes is None else [_joined(plan.blocks)]
-    if needs_sizes(rule.limit, rule.norm) and not math_.compiled and plan.collectives is None:
+    plan.counts_entries = needs_sizes(rule.limit, rule.norm)
+    if plan.counts_entries and not math_.compiled and plan.collectives is None:
+        plan.counts_entries = False
         with nullcontext() if math_.host else math_.library.allow_float64():
             counts = plan.join_blocks(count_entries(plan, tree))
             plan.sizes = sizes_of_counts(plan, counts, rule.norm.size_power)
@@ -223,7 +225,9 @@ class Plan:
         self.norm_blocks: list[Block] = []
         """The blocks of norms between sums and products."""
         self.sizes: Sizes | None = None
-        """The numbers of entries of its norms, where they are known and needed."""
+        """The numbers of entries of its norms, if they are needed and known."""
+        self.counts_entries = False
+        """Whether each step counts the entries of its norms."""
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> list[Any]:
         """Return an array for each block of norms as one vector of all; see `shapes`."""

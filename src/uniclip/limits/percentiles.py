@@ -15,7 +15,6 @@ import numpy as np
 from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
 from uniclip.limits.base import Array, Context, StatefulLimit, align, push, zero_counts, zeros
 
-
 _SAME_RANK = 1e-6
 """How far, relatively, a position may be from a rank that it is meant to be.
 
