@@ -121,6 +121,10 @@ def maker(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+STREAM = mock.MagicMock()
+"""The stream on which everything runs."""
+SENT: list[tuple[int, ...]] = []
+"""The shapes of tensors that were sent to an accelerator from pinned memory."""
 COPIES = {"as_tensor", "asarray", "tensor", "from_numpy"}
 """Functions that copy values which the host has."""
 
@@ -173,6 +177,9 @@ def elsewhere(
         return there
 
     def pin_memory(tensor: Any, *args: Any) -> Any:
+        SENT.append(tuple(tensor.shape))
+        if capturing:
+            refuse_wait("memory is pinned during a capture")
         return made_on_host(tensor.clone(), pinned=True)
 
     names = {
@@ -186,11 +193,15 @@ def elsewhere(
         name: unless_on_host(name, getattr(torch.Tensor, name, refuse)) for name in READS
     }
     makers = {name: maker(getattr(torch, name)) for name in MAKERS}
-    capture = {"is_current_stream_capturing": lambda: capturing}
+    cuda = {
+        "Event": mock.MagicMock,
+        "current_stream": lambda device=None: STREAM,
+        "is_current_stream_capturing": lambda: capturing,
+    }
     with (
         patched(torch.Tensor, **names, **reads),
         patched(torch, **makers),
-        patched(torch.cuda, **capture),
+        patched(torch.cuda, **cuda),
     ):
         yield
 

@@ -99,6 +99,8 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
         if joined.sizes is not None:
             sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
             plan.sizes = None if math_.compiled or collectives is not None else sizes
+        if sizes is not None:
+            sizes = (math_.constants(sizes[0]), math_.constants(sizes[1]))
         if sizes is not None and power:
             norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
         return Measured(
@@ -354,7 +356,9 @@ def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
 
 
 def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-    """Return numbers of entries in the dtype of the norms, and what norms are divided by."""
+    """Return numbers of entries in the dtype of the norms, and what norms are divided by: NumPy's
+    arrays, where the sizes are.
+    """
     counts, by = [], []
     for size in sizes:
         xp = np if isinstance(size, np.ndarray) else plan.math.library.xp
@@ -363,4 +367,4 @@ def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], 
         # The norm of no entries is 0, and stays 0.
         divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size)))
         by.append(divisor**power)
-    return plan.math.as_norms(counts), plan.math.as_norms(by)
+    return counts, by

@@ -409,7 +409,7 @@ def _find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
     """Return for each row of a block whether all its gradients are absent, ``None`` if none is."""
     if present is not None:
         return plan.math.xp.logical_not(present)
-    return plan.math.as_norms([np.asarray(absent)])[0] if absent else None
+    return plan.math.constants([np.asarray(absent)])[0] if absent else None
 
 
 def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Any) -> Any:

@@ -6,8 +6,8 @@ A library that follows the standard needs no file: `uniclip.backends.arrays.Stan
 backend. Another one:
 
 - *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
-  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
-  `to_device_of`, `arange`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
+  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `constant`,
+  `to_host`, `to_device_of`, `arange`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
   `debug_infs`;
 - *may* be faster, and change arrays in place: `fast_path`, `sums`, `norms`, `pieces`, `scale`,
   `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
@@ -439,6 +439,13 @@ class Backend:
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
+
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        """Return a small NumPy array that is the same at every step as an array of this library.
+
+        It must not be written. It may be kept on the device, so that it is sent once.
+        """
+        return self.from_host(array, device)
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
