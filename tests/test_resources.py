@@ -363,6 +363,29 @@ def test_long_windows_in_a_graph(count: int) -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", rules.learning(uc) | rules.learning_more(uc))
+def test_a_graph_goes_on_from_its_last_run(name: str) -> None:
+    """In the capture of a CUDA graph a clipper writes what it learns into the memory that it had,
+    as each replay reads that.
+    """
+    framework = EAGER["torch"][0]()
+    rule, params, steps = rule_and_arrays(framework, name)
+    captured, usual = uc.Clipper(rule), uc.Clipper(rule)
+    for number, grads in enumerate(steps[:3]):
+        given = mapped(lambda leaf: leaf + 0, grads)
+        with on_torch():
+            usual.clip_(given, params, loss=1.0)
+        given = mapped(lambda leaf: leaf + 0, grads)
+        before = leaves(captured.state)
+        with on_torch(capturing=number > 0):
+            captured.clip_(given, params, loss=1.0)
+        if number > 0:
+            pairs = zip(before, leaves(captured.state), strict=True)
+            assert all(array is now for array, now in pairs)
+    assert captured.state_dict() == usual.state_dict()
+
+
+@pytest.mark.needs("torch")
 def test_what_waits_is_found() -> None:
     """The faked accelerator refuses copies that wait, and tensors of two devices."""
     waits = {
@@ -377,10 +400,10 @@ def test_what_waits_is_found() -> None:
     names["x"] = torch.ones(3)
     for message, expression in waits.items():
         with pytest.raises(AssertionError, match=message), DEVICES["torch"]():
-            eval(expression, names)  # noqa: S307 - our own text, run as uniclip's
+            eval(expression, names)
     sent = "torch.zeros(3).pin_memory().to(x.device, non_blocking=True) + x + torch.tensor(1.0)"
     with DEVICES["torch"]():
-        eval(sent, names)  # noqa: S307
+        eval(sent, names)
 
 
 @pytest.mark.only("jax")

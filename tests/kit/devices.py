@@ -149,8 +149,8 @@ def elsewhere(
     *,
     capturing: bool = False,
 ) -> Iterator[None]:
-    """Let every tensor of PyTorch say that it is on an accelerator, but for those that uniclip makes
-    on the host; refuse all that makes the host wait: reads, and copies from pageable memory.
+    """Let every tensor of PyTorch say that it is on an accelerator, but for those that uniclip
+    makes on the host; refuse all that makes the host wait: reads, and copies from pageable memory.
 
     ``capturing`` stands for the capture of a CUDA graph, which refuses pinned copies, too: it would
     read the host's memory at each replay.
@@ -158,7 +158,6 @@ def elsewhere(
     import torch
 
     move = torch.Tensor.to
-    host = torch.device("cpu")
     where = torch.Tensor.device.__get__
 
     def to(tensor: Any, *args: Any, **options: Any) -> Any:
@@ -189,9 +188,7 @@ def elsewhere(
         "to": to,
         "pin_memory": pin_memory,
     }
-    reads = {
-        name: unless_on_host(name, getattr(torch.Tensor, name, refuse)) for name in READS
-    }
+    reads = {name: unless_on_host(name, getattr(torch.Tensor, name, refuse)) for name in READS}
     makers = {name: maker(getattr(torch, name)) for name in MAKERS}
     cuda = {
         "Event": mock.MagicMock,

@@ -5,13 +5,14 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
-  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `constant`,
-  `to_host`, `to_device_of`, `arange`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
-  `debug_infs`;
+- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
+  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
+  `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`,
+  `allow_float64`, `debug_infs`;
 - *may* be faster, and change arrays in place: `fast_path`, `sums`, `norms`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
-  `replicas`, `rank`;
+  `multiply`, `bound`, `unstack`, `storage`, `write`; keep constants on a device, and make numbers
+  there: `constant`, `arange`; run again what was `captured`; and have shards in several processes:
+  `reducer`, `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -454,6 +455,10 @@ class Backend:
     def to_device_of(self, other: Array, array: Array) -> Array:
         """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
         return array
+
+    def captured(self, array: Array) -> bool:
+        """Return whether a step on the array is being recorded to run again on the same memory."""
+        return False
 
     def arange(self, count: int, dtype: Any, like: Array) -> Array:
         """Return the numbers from 0 to below ``count`` on the device of ``like``."""

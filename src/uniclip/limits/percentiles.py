@@ -15,7 +15,6 @@ import numpy as np
 from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
 from uniclip.limits.base import Array, Context, StatefulLimit, align, push, zero_counts, zeros
 
-
 _SAME_RANK = 1e-6
 """How far, relatively, a position may be from a rank that it is meant to be.
 
@@ -307,9 +306,7 @@ def _interpolate(context: Context, history: Array, known: Array, position: Array
     return xp.sum(xp.where(weights > 0, weights * in_order, 0.0), axis=1)
 
 
-def _select_on_host(
-    history: Array, count: Array, low: Array, high: Array
-) -> tuple[Array, Array]:
+def _select_on_host(history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Return the norms of each row at two neighboring ranks, computed by NumPy."""
     most = count.max(initial=1)
     kept = history[:, :most]

@@ -479,6 +479,11 @@ class _Torch(dtensor.Distributed):
     def device(self, array: Array) -> Any:
         return _CPU if array is None else array.device
 
+    def captured(self, array: Array) -> bool:
+        if array.is_cpu or array.device.type != "cuda":
+            return False
+        return bool(torch.cuda.is_current_stream_capturing())
+
     def arange(self, count: int, dtype: Any, like: Array) -> Array:
         if tracing() or is_dtensor(like):
             return super().arange(count, dtype, like)

@@ -11,13 +11,15 @@ A CUDA graph that was captured with a constant reads it at each replay, so it is
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from uniclip.backends.torch.fast_path import ACCELERATORS, move
 from uniclip.backends.torch.modes import in_forward_mode, tracing
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _CACHE_SIZE = 256
 _LARGEST = 2**18
@@ -41,7 +43,7 @@ _lock = threading.Lock()
 def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     """Return a NumPy array, which must not be written, as a tensor on a device."""
     here = torch.as_tensor(array, device="cpu")
-    is_remote = device.type in ACCELERATORS and 1 < array.size and array.nbytes <= _LARGEST
+    is_remote = device.type in ACCELERATORS and array.size > 1 and array.nbytes <= _LARGEST
     if not is_remote or tracing() or in_forward_mode():
         return move(here, device)
 
