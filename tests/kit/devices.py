@@ -121,6 +121,10 @@ def maker(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+STREAM = mock.MagicMock()
+"""The stream on which everything runs."""
+SENT: list[tuple[int, ...]] = []
+"""The shapes of tensors that were sent to an accelerator from pinned memory."""
 COPIES = {"as_tensor", "asarray", "tensor", "from_numpy"}
 """Functions that copy values which the host has."""
 
@@ -145,8 +149,8 @@ def elsewhere(
     *,
     capturing: bool = False,
 ) -> Iterator[None]:
-    """Let every tensor of PyTorch say that it is on an accelerator, but for those that uniclip makes
-    on the host; refuse all that makes the host wait: reads, and copies from pageable memory.
+    """Let every tensor of PyTorch say that it is on an accelerator, but for those that uniclip
+    makes on the host; refuse all that makes the host wait: reads, and copies from pageable memory.
 
     ``capturing`` stands for the capture of a CUDA graph, which refuses pinned copies, too: it would
     read the host's memory at each replay.
@@ -154,7 +158,6 @@ def elsewhere(
     import torch
 
     move = torch.Tensor.to
-    host = torch.device("cpu")
     where = torch.Tensor.device.__get__
 
     def to(tensor: Any, *args: Any, **options: Any) -> Any:
@@ -173,6 +176,9 @@ def elsewhere(
         return there
 
     def pin_memory(tensor: Any, *args: Any) -> Any:
+        SENT.append(tuple(tensor.shape))
+        if capturing:
+            refuse_wait("memory is pinned during a capture")
         return made_on_host(tensor.clone(), pinned=True)
 
     names = {
@@ -184,11 +190,15 @@ def elsewhere(
     }
     reads = {name: unless_on_host(name, getattr(torch.Tensor, name, refuse)) for name in READS}
     makers = {name: maker(getattr(torch, name)) for name in MAKERS}
-    capture = {"is_current_stream_capturing": lambda: capturing}
+    cuda = {
+        "Event": mock.MagicMock,
+        "current_stream": lambda device=None: STREAM,
+        "is_current_stream_capturing": lambda: capturing,
+    }
     with (
         patched(torch.Tensor, **names, **reads),
         patched(torch, **makers),
-        patched(torch.cuda, **capture),
+        patched(torch.cuda, **cuda),
     ):
         yield
 

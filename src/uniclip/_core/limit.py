@@ -173,7 +173,7 @@ def find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
         return plan.math.xp.logical_not(present)
     if not absent:
         return None
-    [flags] = plan.math.as_norms([np.asarray(absent)])
+    [flags] = plan.math.constants([np.asarray(absent)])
     return flags
 
 

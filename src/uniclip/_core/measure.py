@@ -94,7 +94,8 @@ def measure(
             sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
         if sizes is not None and rule.norm.size_power:
             finite_norms = None
-            norms = [_divide(of_tree, sizes.divisors) for of_tree in norms]
+            divisors = math_.constants(sizes.divisors)
+            norms = [_divide(of_tree, divisors) for of_tree in norms]
 
         of_gradients = norms[0] if step.norm is None else [_given_norm(plan, tree, step)]
         of_gradients = math_.as_norms(of_gradients)
@@ -115,7 +116,7 @@ def measure(
         return Measured(
             norms=of_gradients,
             params=math_.as_norms(norms[-1]) if len(trees) > 1 else None,
-            sizes=None if sizes is None else sizes.counts,
+            sizes=None if sizes is None else math_.constants(sizes.counts),
             present=present,
             loss=loss,
             finite_norms=finite_norms,

@@ -126,6 +126,19 @@ class NormSpace:
         """Return arrays where the norms are."""
         return arrays if self.host else list(map(self.to_library, arrays))
 
+    def constants(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays that are the same at every step where the norms are: NumPy's are sent to a
+        device once.
+        """
+        if self.host:
+            return arrays
+        return [
+            self.library.constant(np.asarray(array), self.device)
+            if isinstance(array, NUMPY)
+            else array
+            for array in arrays
+        ]
+
     def view(self, array: Any) -> Any:
         """Return an array of the library or of NumPy where the norms are.
 

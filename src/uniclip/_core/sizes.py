@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """The numbers of entries of all norms, an array for each block of norms."""
+    """The numbers of entries of all norms, an array for each block of norms.
+
+    They are NumPy's if the lengths are known: a step sends them to its device as constants.
+    """
 
     counts: list[Norms]
     """In the dtype of the norms, of shape ``(k, 1, ...)``."""
@@ -60,7 +63,7 @@ def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes
         # The norm of no entries is 0, and stays 0.
         at_least_1 = xp.where(count > 0, count, xp.ones_like(count))
         divisors.append(plan.math.round_to_norms(at_least_1) ** power)
-    return Sizes(plan.math.as_norms(rounded), plan.math.as_norms(divisors))
+    return Sizes(rounded, divisors)
 
 
 def _entries_of(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:

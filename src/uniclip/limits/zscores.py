@@ -132,7 +132,9 @@ class ZScore(StatefulLimit):
         context.threshold = threshold
         spike = n > threshold
         excess = n - mean
-        target, rise = self._target(mean, spread, bound, excess, spike, xp)
+        # Elsewhere the excess may be 0 or less.
+        share = bound / xp.where(spike, excess, 1.0) if self.target == "reciprocal" else 1.0
+        target, rise = self._target(xp, mean, spread * share, excess)
         limits = xp.where(spike, target, unlimited(xp, n))
 
         change = xp.where(spike, rise, excess)
@@ -146,15 +148,10 @@ class ZScore(StatefulLimit):
             means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
         return limits, Moments(means, variances, count)
 
-    def _target(  # noqa: PLR0913 - what a spike is told by
-        self, mean: Array, spread: Array, bound: Array, excess: Array, spike: Array, xp: Any
-    ) -> tuple[Array, Array]:
+    def _target(self, xp: Any, mean: Array, rise: Array, excess: Array) -> tuple[Array, Array]:
         """Return the target of spikes, and how far above the mean the clipped norm is."""
         if self.target == "mean":
             return mean, 0.0
-        rise = spread
-        if self.target == "reciprocal":
-            rise = spread * (bound / xp.where(spike, excess, 1.0))
         if self.clip_factor == 1:
             return mean + rise, rise
         target = self.clip_factor * (mean + rise)

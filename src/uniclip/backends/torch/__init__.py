@@ -41,6 +41,7 @@ from uniclip.backends.base import (
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
 from uniclip.backends.torch import dtensor
+from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
     are_apart,
@@ -480,6 +481,11 @@ class _Torch(dtensor.Distributed):
     def device(self, array: Array) -> Any:
         return _CPU if array is None else array.device
 
+    def captured(self, array: Array) -> bool:
+        if array.is_cpu or array.device.type != "cuda":
+            return False
+        return bool(torch.cuda.is_current_stream_capturing())
+
     def arange(self, count: int, dtype: Any, like: Array) -> Array:
         if tracing() or is_dtensor(like):
             return super().arange(count, dtype, like)
@@ -490,6 +496,11 @@ class _Torch(dtensor.Distributed):
         # A copy, as some arrays cannot be written.
         here = torch.as_tensor(np.array(array), device=_CPU)
         return here if device == _CPU else move(here, device)
+
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        if device == _CPU:
+            return self.from_host(array, device)
+        return constant(array, device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         # A CUDA graph overwrites the outputs of its last run.

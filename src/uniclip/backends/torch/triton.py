@@ -17,8 +17,8 @@ Read it in this order:
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
    that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
    PyTorch's own functions.
-4. **What the backend calls**: `clip`, `sums`, `norms`, `scale` and `bound`. Each returns ``None`` for
-   tensors that it does not take, before anything is written.
+4. **What the backend calls**: `clip`, `sums`, `norms`, `scale` and `bound`. Each returns ``None``
+   for tensors that it does not take, before anything is written.
 
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
