@@ -123,7 +123,8 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         reduction = None
         if step.all_reduce is not None or step.shared is not None:
             reduction = _agree(rule, tree, mode, step)
-        separate = bool(tuple(getattr(constant, "shape", None) or ()))
+        # Not asked of a number that a compiler knows as a symbol.
+        separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
         if rule.nonfinite == "zero":
