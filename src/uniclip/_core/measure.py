@@ -99,14 +99,13 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
         if joined.sizes is not None:
             sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
             plan.sizes = None if math_.compiled or collectives is not None else sizes
-        if sizes is not None:
-            sizes = (math_.constants(sizes[0]), math_.constants(sizes[1]))
         if sizes is not None and power:
-            norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
+            divisors = math_.constants(sizes[1])
+            norms = [[n / by for n, by in zip(tree, divisors, strict=True)] for tree in norms]
         return Measured(
             norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
             params=None if params is None else math_.as_norms(norms[-1]),
-            sizes=None if sizes is None else sizes[0],
+            sizes=math_.constants(sizes[0]) if sizes is not None and "sizes" in needs else None,
             present=None
             if joined.present is None
             else math_.as_norms([count > 0 for count in joined.present]),

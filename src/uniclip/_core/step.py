@@ -149,10 +149,7 @@ def run_general_step(
             None if mode == TRACED else rule.agreed, step.all_reduce, step.shared
         )
     if params is not None and mode != HOST:
-        detached = [
-            array if array is None else leaf_info.backend.detach(array) for array in params.arrays
-        ]
-        params = params._replace(arrays=detached)
+        params = params._replace(arrays=leaf_info.backend.detach_all(params.arrays))
     plan = plan_of(rule, tree, mode, reduction, params)
     if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
         plan = plan.with_blocks_apart()

@@ -213,7 +213,8 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
             raise ValueError(msg)
         tree = items
     leaves, spec = flatten_known(tree)
-    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
+    others = [leaf for leaf in leaves if leaf is not None and type(leaf) not in MET]
+    others = [leaf for leaf in others if backend_of(leaf) is None]
     return flatten(tree, name) if any([_register(node) for node in others]) else Flat(leaves, spec)
 
 
