@@ -87,7 +87,9 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
                 step.loss, payload, losses="loss" in needs, presence=presence
             )
         trees = [tree for tree in (tree if step.norm is None else None, params) if tree is not None]
-        at_once = _norms_at_once(plan, trees, rule.norm, payload)
+        at_once = None
+        if math_.on_device:
+            at_once = _norms_at_once(plan, trees, rule.norm, payload)
         if at_once is None:
             norms, joined = norms_of(plan, trees, rule.norm, payload)
         else:

@@ -87,7 +87,7 @@ class NormSpace:
         """Return for each tree its norms, and the same with NaN where they are not finite, if the
         library makes them with their sums.
         """
-        if not (self.on_device and self.double and self.narrow):
+        if not (self.double and self.narrow):
             return None
         if not all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees]):
             return None
@@ -196,7 +196,8 @@ class NormSpace:
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some flags are true."""
-        each = [self._all(flag) for flag in flags]
+        all_of = self._all_on_device if self.on_device else self.xp.all
+        each = [all_of(flag) if len(flag.shape) else flag for flag in flags]
         if len(each) < 2:
             return each[0] if each else self.xp.asarray(1) == 1
         return self.xp.all(stack_arrays(self.backend, each))
@@ -207,12 +208,9 @@ class NormSpace:
             return self.xp.equal(finite_norms, finite_norms)  # one kernel
         return self.xp.isfinite(norms)
 
-    def _all(self, flags: Any) -> Any:
-        """Return whether all flags of an array are true, as a 0-d array."""
-        shape = tuple(flags.shape)
-        if not shape:
-            return flags
-        if self.on_device and shape == (1,):  # the flag of one norm, without a kernel
+    def _all_on_device(self, flags: Any) -> Any:
+        """Return whether all flags of an array are true, that of one norm without a kernel."""
+        if tuple(flags.shape) == (1,):
             return self.xp.reshape(flags, ())
         return self.xp.all(flags)
 
@@ -229,8 +227,11 @@ class NormSpace:
 
         ``finite_norms`` are NaN on an accelerator where a norm is not finite.
         """
-        pairs = zip(norms, finite_norms or norms, strict=True)
-        flags = [self.each_finite(*pair) for pair in pairs]
+        if self.on_device:
+            pairs = zip(norms, finite_norms or norms, strict=True)
+            flags = [self.each_finite(*pair) for pair in pairs]
+        else:
+            flags = [self.xp.isfinite(n) for n in norms]
         return self.all(flags if entries_finite is None else [entries_finite, *flags])
 
     def choose(

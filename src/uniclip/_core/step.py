@@ -278,13 +278,15 @@ def _compute_limits(
         _ask_limit(inputs, context, old) for context, old in zip(contexts, states, strict=True)
     ]
     limits = [
-        _check_limits(plan, limits_of_block, n, fits=rule.limits_checked)
+        _check_limits(plan, limits_of_block, n, fits=rule.limits_checked, in_range=limit.in_range)
         for (limits_of_block, _), n in zip(answers, norms, strict=True)
     ]
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
         thresholds = [
-            limits_of_block if context.threshold is None else _check_threshold(plan, context)
+            limits_of_block
+            if context.threshold is None
+            else _check_threshold(plan, context, in_range=limit.in_range)
             for context, limits_of_block in zip(contexts, limits, strict=True)
         ]
     if not limit.stateful:
@@ -452,20 +454,20 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
             raise ValueError(msg)
 
 
-def _check_threshold(plan: Plan, context: Context) -> Any:
+def _check_threshold(plan: Plan, context: Context, *, in_range: bool) -> Any:
     """Return a threshold, the largest number of the norms' dtype where it is beyond;
     refuse wrong shapes.
     """
     threshold: Any = context.threshold
     check_shape("threshold", threshold, context.norms)
-    return plan.math.at_most_largest(threshold)
+    return threshold if in_range else plan.math.at_most_largest(threshold)
 
 
-def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
+def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool, in_range: bool = False) -> Any:
     """Clip limits to the range of the norms' dtype; refuse wrong shapes.
 
     Negative limits and NaN are refused where they can be read. ``fits`` tells that none is
-    negative.
+    negative, ``in_range`` that none is too large.
     """
     xp, backend, largest = plan.math.xp, plan.math.backend, plan.math.largest_norm
     if isinstance(value, NUMBERS):
@@ -488,10 +490,12 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
             and not bool(xp.all(value >= 0))
             and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
         )
-        if isinstance(value, np.ndarray) or fits:
-            value = plan.math.at_most_largest(value)
-        else:
+        if not fits and not isinstance(value, np.ndarray):
             value = xp.clip(value, 0, largest)
+        elif plan.math.on_device and not in_range:
+            value = plan.math.at_most_largest(value)
+        elif not plan.math.on_device:
+            value = xp.where(value > largest, largest, value)
     if wrong:
         shown = summarize(value) if getattr(value, "shape", ()) else value
         msg = f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
@@ -628,17 +632,18 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     rule, plan, xp = inputs.rule, inputs.plan, inputs.plan.math.xp
+    skipped = None
+    if not rejects(rule.curve):
+        if rule.nonfinite == "skip":
+            skipped = xp.logical_not(step_finite)
+        return skipped
+
     every_row_counts = plan.collectives is None and not any([b.absent for b in plan.blocks])
     some = factors and not any([0 in factor.shape for factor in factors])
-    if rejects(rule.curve) and every_row_counts and some:
+    if every_row_counts and some:
         # The policy "skip" rejects all norms of a step that is not finite, too.
         return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
 
-    skipped = None
-    if rule.nonfinite == "skip":
-        skipped = xp.logical_not(step_finite)
-    if not rejects(rule.curve):
-        return skipped
     rows, none = [], []
     unknown = [None] * len(factors)
     blocks = zip(factors, plan.blocks, measured.present or unknown, strict=True)
@@ -655,7 +660,9 @@ def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_fin
         flags = plan.collectives.true_in_all_shards(flags)
     all_gone, none_gone = flags
     none_left = all_gone & xp.logical_not(none_gone)
-    return none_left if skipped is None else skipped | none_left
+    if rule.nonfinite == "skip":
+        return xp.logical_not(step_finite) | none_left
+    return none_left
 
 
 def _raise_if_nonfinite(tree: Opened, plan: Plan, finite: Any) -> None:
