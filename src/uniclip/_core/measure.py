@@ -125,7 +125,9 @@ def _measure_norms(
         finite_norms = None
         divisors = math_.constants(sizes.divisors)
         norms = [_divide(of_tree, divisors) for of_tree in norms]
-    counts_of_norms = None if sizes is None else math_.constants(sizes.counts)
+    counts_of_norms = None
+    if sizes is not None and "sizes" in rule.limit.needs:
+        counts_of_norms = math_.constants(sizes.counts)
 
     if step.norm is not None:
         finite_norms = None

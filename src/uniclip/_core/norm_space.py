@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._core.tree import OpenedTree
-from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms
+from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms, Tensor
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
 from uniclip.backends.base import (
     HOST,
@@ -231,20 +231,17 @@ class NormSpace:
 
     def all(self, flags: list[Any]) -> Flags:
         """Return whether all of some flags are true."""
-        of_arrays = [self._all_of(flag) for flag in flags]
+        all_of = self._all_on_device if self.on_device else self.xp.all
+        of_arrays = [all_of(flag) if len(flag.shape) else flag for flag in flags]
         if not of_arrays:
             return self.xp.asarray(1) == 1
         if len(of_arrays) == 1:
             return of_arrays[0]
         return self.xp.all(stack_arrays(self.backend, of_arrays))
 
-    def _all_of(self, flags: Any) -> Flags:
-        """Return whether all flags of an array are true, as a 0-d array."""
-        shape = tuple(flags.shape)
-        if not shape:
-            return flags
-        # The flag of one norm, without a kernel.
-        if self.on_device and shape == (1,):
+    def _all_on_device(self, flags: Tensor) -> Flags:
+        """Return whether all flags of an array are true, that of one norm without a kernel."""
+        if tuple(flags.shape) == (1,):
             return self.xp.reshape(flags, ())
         return self.xp.all(flags)
 
@@ -265,8 +262,10 @@ class NormSpace:
 
         ``finite_norms`` are NaN on an accelerator where a norm is not finite.
         """
-        marked = norms if finite_norms is None else finite_norms
-        flags = [self.each_finite(*pair) for pair in zip(norms, marked, strict=True)]
+        if self.on_device and finite_norms is not None:
+            flags = [self.each_finite(*pair) for pair in zip(norms, finite_norms, strict=True)]
+        else:
+            flags = [self.xp.isfinite(norm) for norm in norms]
         if entries_finite is not None:
             flags = [entries_finite, *flags]
         return self.all(flags)

@@ -170,9 +170,7 @@ def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree
 
 def _detach(params: OpenedTree) -> OpenedTree:
     """Return parameters of which no derivative is recorded."""
-    detach = params.backend.detach
-    arrays = [array if array is None else detach(array) for array in params.arrays]
-    return params._replace(arrays=arrays)
+    return params._replace(arrays=params.backend.detach_all(params.arrays))
 
 
 def _first_leaf(tree: OpenedTree) -> Any:

@@ -268,6 +268,10 @@ class Limit:
     """Whether each limit depends on its own norm, parameter and size alone.
 
     Norms of any shape may come as one vector then, which takes less time on an accelerator."""
+    in_range: ClassVar[bool] = False
+    """Whether limits and thresholds are numbers of the norms' dtype, and never ∞.
+
+    Others are brought into its range, which takes an operation."""
     groups: ClassVar[Sequence[Any]] = ()
     """The labels of groups that it names itself, which have a norm in every process."""
 

@@ -20,6 +20,7 @@ from uniclip._errors import (
     whole,
 )
 from uniclip.limits.base import (
+    LARGEST,
     Array,
     Context,
     StatefulLimit,
@@ -95,6 +96,11 @@ class ZScore(StatefulLimit):
     clip_factor: float = 1.0
     skip_update_on_spike: bool = False
 
+    @property
+    def in_range(self) -> bool:  # type: ignore[override]
+        """Whether `LARGEST` bounds what is computed, but for factors that nobody takes."""
+        return self.clip_factor == 1 and self.z * (1 + self.eps) < LARGEST
+
     def __post_init__(self) -> None:
         """Validate the parameters."""
         set_frozen_fields(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
@@ -137,13 +143,14 @@ class ZScore(StatefulLimit):
         target, rise = self._target(xp, mean, spread * share, excess)
         limits = xp.where(spike, target, unlimited(xp, n))
 
+        # The weight of this step is 1 divided by the number of steps, up to that of the decay.
         change = xp.where(spike, rise, excess)
-        weight = xp.where(known, 1 - self.decay, 1 / steps)
-        move = weight * change
+        number = xp.where(known, 1 / (1 - self.decay), steps)
+        move = change / number
         # The published rule uses the deviation from the new mean, `change - move`. In the warm-up
         # this is the plain variance.
-        square = move * xp.where(known, change - move, change)
-        means, variances = mean + move, (1 - weight) * (variance + square)
+        variances = variance + move * xp.where(known, change - move, change)
+        means, variances = mean + move, variances - variances / number
         if self.skip_update_on_spike:
             means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
         return limits, Moments(means, variances, count)

@@ -739,6 +739,11 @@ class _Torch(dtensor.Distributed):
     def detach(self, array: Array) -> Array:
         return array.detach()
 
+    def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
+        if tracing() or not set(map(type, arrays)) <= _PLAIN:
+            return super().detach_all(arrays)
+        return list(map(torch.Tensor.detach, arrays))  # no code of Python for each
+
     def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         home = at_home(first)
         if torch.compiler.is_compiling():
