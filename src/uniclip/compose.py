@@ -17,7 +17,7 @@ import optree
 
 from uniclip._core.plan import check_answers_differ, is_new
 from uniclip._core.step import state_where
-from uniclip._core.tree import Flat, Opened, backend_for, flatten, open_tree
+from uniclip._core.tree import Flat, OpenedTree, backend_for, flatten, open_tree
 from uniclip._errors import (
     check,
     describe,
@@ -282,7 +282,7 @@ class EachArray(BaseRule):
             opened.write(numbers)
             return opened.spec.unflatten(opened.leaves), state, Report()
 
-    def _change_each(self, opened: Opened, numbers: list[int]) -> Tree:
+    def _change_each(self, opened: OpenedTree, numbers: list[int]) -> Tree:
         """Change the arrays one by one, and return the tree."""
         # All functions are found before the first array is written: an error in a later leaf must
         # not leave earlier ones changed.
@@ -306,11 +306,11 @@ class EachArray(BaseRule):
             arrays[number] = _with_place(opened.place, number, function, arrays[number], *operands)
         return opened.close(arrays)
 
-    def _change_all(self, opened: Opened, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
+    def _change_all(self, opened: OpenedTree, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
         """Return the changed arrays if a library changes many at once, else ``None``."""
         return None
 
-    def _change(self, opened: Opened, array: Tensor, cache: dict[DType, Any]) -> Change:
+    def _change(self, opened: OpenedTree, array: Tensor, cache: dict[DType, Any]) -> Change:
         """Return how to change an array; ``cache`` is shared by all arrays of a step."""
         raise NotImplementedError
 
@@ -330,7 +330,7 @@ class Function(EachArray):
 
     def _change(
         self,
-        opened: Opened,
+        opened: OpenedTree,
         array: Tensor,
         cache: dict[DType, Any],  # noqa: ARG002 - each result is computed for its own array
     ) -> Change:
@@ -418,14 +418,14 @@ class ByValue(EachArray):
             f"max={summarize(self.max)}"
         )
 
-    def _change_all(self, opened: Opened, arrays: list[Any]) -> list[Any] | None:
+    def _change_all(self, opened: OpenedTree, arrays: list[Any]) -> list[Any] | None:
         """Clip many arrays at once, if the bounds are numbers."""
         low, high = self.min, self.max
         if not (isinstance(low, Real) and isinstance(high, Real) and arrays):
             return None
         return opened.backend.bound(arrays, float(low), float(high), in_place=opened.in_place)
 
-    def _change(self, opened: Opened, array: Tensor, cache: dict[DType, Any]) -> Change:
+    def _change(self, opened: OpenedTree, array: Tensor, cache: dict[DType, Any]) -> Change:
         """Return the function that clips, and the bounds in the dtype of the array."""
         backend = opened.backend
         xp = backend.xp
@@ -449,9 +449,12 @@ class ByValue(EachArray):
         if not known_ordered(backend, low, high):
             raise ValueError(self._describe_order())
 
-        low = backend.to_device_of(array, low)
-        high = backend.to_device_of(array, high)
-        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), [low, high]
+        moved = [backend.to_device_of(array, bound) for bound in (low, high)]
+        # Other arrays of this device use the same copies, unless these are on all devices of a
+        # distributed array.
+        if type(moved[0]) is type(low):
+            cache[dtype] = moved
+        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), moved
 
     def _bounds(self, xp: Namespace, dtype: DType) -> list[Tensor]:
         """Return the bounds in the dtype of arrays."""

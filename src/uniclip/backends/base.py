@@ -5,13 +5,14 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
-  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
-  `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
-  `debug_infs`;
-- *may* be faster, and change arrays in place: `fast_path`, `sums`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
-  `replicas`, `rank`;
+- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
+  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`,
+  `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`,
+  `computation_context`, `allow_float64`, `debug_infs`;
+- *may* be faster, and change arrays in place: `fast_path`, `fast_path_reads`, `sums`, `norms`,
+  `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`; keep constants on a device,
+  and make numbers there: `constant`, `arange`; run again what was `captured`; and have shards in
+  several processes: `reducer`, `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -87,9 +88,8 @@ class LeafInfo:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
-        self.dtype = norm_dtype(
-            backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
-        )
+        floats = [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
+        self.dtype = norm_dtype(backend.xp, floats)
         """The dtype of their norms: float32, or the widest real one.
 
         Norms lie with the first leaf, whose device may have no float64 though that of others has.
@@ -100,6 +100,9 @@ class LeafInfo:
         """Whether all of their squares fit into float64."""
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
+        largest = [float(backend.xp.finfo(norm_dtype(backend.xp, [x])).max) for x in floats]
+        self.largest_factor = min([math.inf, *largest])
+        """The largest factor that all of them can be multiplied by."""
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""
@@ -152,7 +155,7 @@ class WrappedLeaf(NamedTuple):
 
 
 class FastResult(NamedTuple):
-    """The result of `Backend.fast_path`: norm, limit and factor, rounded to float32, and the leaves."""
+    """The result of `Backend.fast_path`: the leaves, and three numbers rounded to float32."""
 
     norm: Any
     """A number; where the host does not read it, a 0-d array, as the factor then is."""
@@ -440,6 +443,13 @@ class Backend:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
 
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        """Return a small NumPy array that is the same at every step as an array of this library.
+
+        It must not be written. It may be kept on the device, so that it is sent once.
+        """
+        return self.from_host(array, device)
+
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
@@ -448,11 +458,23 @@ class Backend:
         """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
         return array
 
+    def captured(self, array: Array) -> bool:
+        """Return whether a step on the array is being recorded to run again on the same memory."""
+        return False
+
+    def arange(self, count: int, dtype: Any, like: Array) -> Array:
+        """Return the numbers from 0 to below ``count`` on the device of ``like``."""
+        return self.to_device_of(like, self.xp.arange(count, dtype=dtype))
+
     def detach(self, array: Array) -> Array:
         """Return an array to keep, detached from its computation,
         where a library without a file can do that.
         """
         return self.xp.stop_gradient(array) if hasattr(self.xp, "stop_gradient") else array
+
+    def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
+        """Return arrays of which no derivative is taken; ``None`` stays."""
+        return [array if array is None else self.detach(array) for array in arrays]
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
@@ -481,6 +503,15 @@ class Backend:
         """
         return None
 
+    @staticmethod
+    def fast_path_reads(leaf: Any) -> bool:
+        """Return whether the fast path reads the norm of leaves like this one.
+
+        A rule that raises errors takes it only then. Others return ``None`` for what they cannot
+        read, so that this needs no look at the leaf.
+        """
+        return True
+
     # Sums and products, for speed and memory.
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
@@ -491,6 +522,15 @@ class Backend:
         only if all are.
         """
         return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
+
+    def norms(self, terms: Terms, dtype: Any) -> tuple[list[Array], list[Array]] | None:
+        """Return the Euclidean norms of each block in a dtype, and the same with NaN where they are
+        not finite.
+
+        It is asked in the mode `LIBRARY` where squares cannot leave the range of their sums.
+        ``None`` where `sums` and operations on what they return are as fast.
+        """
+        return None
 
     def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
         """Split a large array, which avoids a wide copy of all of it.

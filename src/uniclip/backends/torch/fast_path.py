@@ -39,7 +39,7 @@ and rows are read at memory speed.
 """
 _SHORT = 2**13
 """The number of entries up to which a copy takes no longer than norms of rows."""
-_ACCELERATORS = {"cuda", "xpu"}
+ACCELERATORS = {"cuda", "xpu"}
 """The kinds of devices with float64 whose memory has addresses."""
 _FEW = 256
 """How many numbers a CUDA graph gets from the host, each by a kernel of its own."""
@@ -87,7 +87,7 @@ def _fast_path_on_device(
     in float64 no square is out of range.
     """
     device = arrays[0].device
-    if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
+    if device.type not in ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
         return None
     if not all([array.dtype in _SINGLE and array.device == device for array in arrays]):
         return None
@@ -122,9 +122,12 @@ def _fast_path_on_device(
 
 def by_dtype(arrays: Sequence[Any]) -> dict[Any, list[Any]]:
     """Return arrays by their dtype: PyTorch's functions of lists are fast for those of one."""
+    dtypes = [array.dtype for array in arrays]
+    if len(set(dtypes)) == 1:
+        return {dtypes[0]: list(arrays)}
     groups: dict[Any, list[Any]] = {}
-    for array in arrays:
-        groups.setdefault(array.dtype, []).append(array)
+    for array, dtype in zip(arrays, dtypes, strict=True):
+        groups.setdefault(dtype, []).append(array)
     return groups
 
 
@@ -135,7 +138,7 @@ def bound(arrays: list[Any], low: float, high: float, *, in_place: bool) -> list
     """
     if tracing() or in_forward_mode() or arrays[0].is_cpu or not _are_plain(arrays):
         return None
-    groups, device = by_dtype(arrays), arrays[0].device
+    device = arrays[0].device
     if not all([array.dtype.is_floating_point and array.device == device for array in arrays]):
         return None
     if not (are_apart(arrays) if in_place else are_dense(arrays)):
@@ -145,7 +148,7 @@ def bound(arrays: list[Any], low: float, high: float, *, in_place: bool) -> list
     if new is not None:
         return new
     changed: dict[int, Any] = {}
-    for dtype, group in groups.items():
+    for dtype, group in by_dtype(arrays).items():
         most = torch.finfo(dtype).max
         least, largest = (
             number if abs(number) <= most else math.copysign(math.inf, number)
@@ -245,7 +248,7 @@ def move(array: Tensor, device: Any) -> Tensor:
     if array.device == device:
         return array
     if (
-        device.type not in _ACCELERATORS
+        device.type not in ACCELERATORS
         or type(array) is not Tensor
         or not array.is_cpu
         or array.requires_grad
@@ -278,27 +281,31 @@ def _is_zero(array: Tensor) -> bool:
     return all_zero((array.view(torch.int16) if half else array).numpy(force=True))
 
 
-def are_dense(arrays: list[Tensor]) -> bool:
+def are_dense(arrays: Sequence[Tensor]) -> bool:
     """Whether arrays are without gaps, in any order of their axes,
     and hold their values as they are.
     """
-    return not any(
-        [
-            array.is_neg() or not (array.is_contiguous() or in_order(array).is_contiguous())
-            for array in arrays
-        ]
-    )
+    return not any(map(Tensor.is_neg, arrays)) and are_without_gaps(arrays)
+
+
+def are_without_gaps(arrays: Sequence[Tensor]) -> bool:
+    """Return whether arrays have no gaps, in any order of their axes."""
+    # Many tensors are asked by `map`, which runs no code of Python for each.
+    if all(map(Tensor.is_contiguous, arrays)):
+        return True
+    return all([array.is_contiguous() or in_order(array).is_contiguous() for array in arrays])
 
 
 def are_apart(arrays: list[Tensor]) -> bool:
     """Whether dense arrays are writable, without gaps, and do not overlap."""
+    if any(map(Tensor.is_inference, arrays)) or any(map(Tensor.is_neg, arrays)):
+        return False
+    if not are_without_gaps(arrays):  # some have gaps, or repeat entries (expand)
+        return False
+    sizes = [array.nbytes for array in arrays]
     end = 0
-    for start, number in sorted(zip(map(Tensor.data_ptr, arrays), range(len(arrays)), strict=True)):
-        array = arrays[number]
-        if start < end or array.is_inference() or array.is_neg():
+    for start, size in sorted(zip(map(Tensor.data_ptr, arrays), sizes, strict=True)):
+        if start < end:
             return False
-        # Has gaps, or repeats entries (expand).
-        if not (array.is_contiguous() or in_order(array).is_contiguous()):
-            return False
-        end = start + array.nbytes
+        end = start + size
     return True

@@ -17,8 +17,8 @@ Read it in this order:
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
    that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
    PyTorch's own functions.
-4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for
-   tensors that it does not take, before anything is written.
+4. **What the backend calls**: `clip`, `sums`, `norms`, `scale` and `bound`. Each returns ``None``
+   for tensors that it does not take, before anything is written.
 
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
@@ -42,7 +42,7 @@ from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
 from uniclip.backends.base import Products, Terms, in_groups, stack_terms
-from uniclip.backends.torch.fast_path import in_order
+from uniclip.backends.torch.fast_path import are_dense
 from uniclip.backends.torch.kernels import give_up
 
 DTYPES = {
@@ -59,6 +59,7 @@ SUM_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
 SCALE_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
 ROWS_PARAMETERS = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
 JOIN_PARAMETERS = {"BLOCK": 1024, "num_warps": 4}
+ROOT_PARAMETERS = {"BLOCK": 1024, "num_warps": 4}
 NORM_PARAMETERS = {"BLOCK": 8192, "num_warps": 16}
 
 _SHORT_ROW = 2**13
@@ -192,6 +193,33 @@ def join_sums(norms, partial_sums, sums, BLOCK: tl.constexpr):
     row = _row_of_program(norms, COLUMNS_OF_NORMS)
     total = _add_up(partial_sums, tl.load(row + FROM), tl.load(row + UNTIL), BLOCK)
     tl.store(sums + tl.load(row + RESULT), total)
+
+
+@triton.jit
+def _root_of(total):
+    norm = tl.sqrt(total).to(tl.float32)
+    return norm, norm + (norm - norm)  # NaN where the norm is ∞, too
+
+
+@triton.jit(do_not_specialize=["norms", "partial_sums", "roots", "count"])
+def join_norms(norms, partial_sums, roots, count, BLOCK: tl.constexpr):
+    """Add up the partial sums of each norm, and store the roots; see `find_norms`."""
+    row = _row_of_program(norms, COLUMNS_OF_NORMS)
+    total = _add_up(partial_sums, tl.load(row + FROM), tl.load(row + UNTIL), BLOCK)
+    norm, finite_norm = _root_of(total)
+    at = tl.load(row + RESULT)
+    tl.store(roots + at, norm)
+    tl.store(roots + count + at, finite_norm)
+
+
+@triton.jit(do_not_specialize=["sums", "roots", "count"])
+def find_norms(sums, roots, count, BLOCK: tl.constexpr):
+    """Store the roots of sums, and behind them the same with NaN where they are not finite."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(sums + at, mask=at < count, other=0.0)
+    norm, finite_norm = _root_of(total)
+    tl.store(roots + at, norm, mask=at < count)
+    tl.store(roots + count + at, finite_norm, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["partial_sums", "count", "limit", "factor_and_norm"])
@@ -423,6 +451,10 @@ _compiled: set[Any] = set()
 _lock = threading.Lock()
 
 
+_CLASSES = {torch.Tensor, torch.nn.Parameter}
+_DTYPES = frozenset(DTYPES)
+
+
 class Batch(NamedTuple):
     """Plain dense tensors of one device, and the state of that device."""
 
@@ -443,12 +475,10 @@ def _batch_of(arrays: Sequence[Any], *, checked: bool = False) -> Batch | None:
     ``checked`` tells that they are, and that their dtypes are those that kernels take.
     """
     device = arrays[0].device
-    for array in () if checked else arrays:
-        if type(array) not in {torch.Tensor, torch.nn.Parameter} or array.dtype not in DTYPES:
+    if not checked:
+        if not (set(map(type, arrays)) <= _CLASSES and {a.dtype for a in arrays} <= _DTYPES):
             return None
-        if array.device != device or array.is_neg():
-            return None
-        if not (array.is_contiguous() or in_order(array).is_contiguous()):
+        if not all([array.device == device for array in arrays]) or not are_dense(arrays):
             return None
     # A dispatch mode wants to see what is done. Kernels are invisible to it.
     if torch._C._len_torch_dispatch_stack():
@@ -586,7 +616,7 @@ def _send_addresses(batch: Batch, outputs: Sequence[Any]) -> Any:
 
     ``None`` during a capture for which no memory is reserved.
     """
-    addresses = tuple([array.data_ptr() for array in (*batch.arrays, *outputs)])
+    addresses = tuple(map(torch.Tensor.data_ptr, (*batch.arrays, *outputs)))
     if batch.capturing:
         return _send_addresses_of_graph(batch, addresses)
     # Those of another stream may not be there yet.
@@ -768,7 +798,7 @@ def clip(
             *_scale_launches(work, addresses, to_outputs, factor_and_norm, zero=False),
         ]
 
-    rows = Rows(tuple([array.numel() for array in arrays]))
+    rows = Rows(_lengths(arrays))
     new = _run_changes(batch, rows, in_place=in_place, launches=launches)
     if new is None:
         return None
@@ -786,7 +816,7 @@ def sums(backend: Any, terms: Terms) -> list[Any] | None:
     if batch is None or shape is None:
         return None
 
-    heights, widths = shape
+    heights, widths, kept = shape
     if terms.weigh is None and heights is None:
         norm_of_leaf = [norm for norm, count in enumerate(terms.counts) for _ in range(count)]
         out = _run_sums(batch, Rows(widths, None, tuple(norm_of_leaf)), len(terms.counts))
@@ -795,39 +825,90 @@ def sums(backend: Any, terms: Terms) -> list[Any] | None:
     # The sums of each leaf's rows, which are joined below.
     ends = list(accumulate(heights or (1,) * len(widths), initial=0))
     out = _run_sums(batch, Rows(widths, heights, tuple(ends[:-1])), ends[-1])
-    return None if out is None else _rows_in_blocks(backend, terms, heights, out)
+    return None if out is None else _rows_in_blocks(backend, terms, heights, kept, out)
 
 
-def _run_sums(batch: Batch, rows: Rows, count: int) -> Any:
-    """Return sums of squares, given how many norms there are; ``None`` if not all is ready."""
+def norms(terms: Terms) -> tuple[list[Any], list[Any]] | None:
+    """Return the float32 norms of each block, and the same with NaN where they are not finite.
+
+    ``None`` where `sums` returns that, or where leaves share norms along axes.
+    """
+    batch = _batch_of(terms.arrays)
+    shape = None if batch is None else _as_rows(terms.arrays, terms.axes)
+    if batch is None or shape is None or terms.weigh is not None:
+        return None
+
+    heights, widths, kept = shape
+    if heights is None:
+        norm_of_leaf = [norm for norm, count in enumerate(terms.counts) for _ in range(count)]
+        rows, count = Rows(widths, None, tuple(norm_of_leaf)), len(terms.counts)
+    elif len(terms.counts) == len(terms.arrays):
+        ends = list(accumulate(heights, initial=0))
+        rows, count = Rows(widths, heights, tuple(ends[:-1])), ends[-1]
+    else:
+        return None
+    out = _run_sums(batch, rows, count, roots=True)
+    if out is None:
+        return None
+    found = [out[:count], out[count:]]
+    if heights is None:
+        plain, finite = [_in_blocks(terms, values) for values in found]
+    else:
+        plain, finite = [_one_leaf_each(terms, heights, kept, values) for values in found]
+    return plain, finite
+
+
+def _run_sums(batch: Batch, rows: Rows, count: int, *, roots: bool = False) -> Any:
+    """Return sums of squares, given how many norms there are; ``None`` if not all is ready.
+
+    With ``roots`` return the norms, and behind them the same with NaN where they are not finite.
+    """
     with _current_device(batch.device):
         work = _work_of(batch, rows)
         addresses = None if work is None else _send_addresses(batch, ())
         if work is None or addresses is None:
             return None
 
-        out = batch.new(count, torch.float64)
-        launches = []
-        if work.norm_count:
-            partial_sums = out if work.one_chunk_each else batch.new(work.sum_count, torch.float64)
-            launches += _sum_launches(work, addresses, partial_sums)
-            if not work.one_chunk_each:
-                arguments = (work.norms, partial_sums, out)
-                launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
-        launches += [
-            Launch(
-                sum_rows,
-                part.programs,
-                (part.table, addresses, out),
-                {"DTYPE": DTYPES[part.dtype], **ROWS_PARAMETERS},
-            )
-            for part in work.tiles
-        ]
+        out = batch.new(2 * count, torch.float32) if roots else batch.new(count, torch.float64)
+        if roots and not work.tiles:
+            partial_sums = batch.new(work.sum_count, torch.float64)
+            launches = _sum_launches(work, addresses, partial_sums)
+            arguments: tuple[Any, ...] = (work.norms, partial_sums, out, count)
+            launches.append(Launch(join_norms, work.norm_count, arguments, JOIN_PARAMETERS))
+        elif roots:
+            sums_of_rows = batch.new(count, torch.float64)
+            launches = _all_sum_launches(batch, work, addresses, sums_of_rows)
+            programs = triton.cdiv(count, ROOT_PARAMETERS["BLOCK"])
+            arguments = (sums_of_rows, out, count)
+            launches.append(Launch(find_norms, programs, arguments, ROOT_PARAMETERS))
+        else:
+            launches = _all_sum_launches(batch, work, addresses, out)
         if not _compile(batch, launches):
             return None
         for launch in launches:
             launch.start()
         return out
+
+
+def _all_sum_launches(batch: Batch, work: Work, addresses: Any, out: Any) -> list[Launch]:
+    """Return the launches that put the sums of squares of all norms into a vector."""
+    launches = []
+    if work.norm_count:
+        partial_sums = out if work.one_chunk_each else batch.new(work.sum_count, torch.float64)
+        launches += _sum_launches(work, addresses, partial_sums)
+        if not work.one_chunk_each:
+            arguments = (work.norms, partial_sums, out)
+            launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
+    launches += [
+        Launch(
+            sum_rows,
+            part.programs,
+            (part.table, addresses, out),
+            {"DTYPE": DTYPES[part.dtype], **ROWS_PARAMETERS},
+        )
+        for part in work.tiles
+    ]
+    return launches
 
 
 def _in_blocks(terms: Terms, out: Any) -> list[Any]:
@@ -836,19 +917,25 @@ def _in_blocks(terms: Terms, out: Any) -> list[Any]:
 
 
 def _rows_in_blocks(
-    backend: Any, terms: Terms, heights: tuple[int, ...] | None, out: Any
+    backend: Any, terms: Terms, heights: tuple[int, ...] | None, kept: Sequence[Any], out: Any
 ) -> list[Any]:
     """Return the sums of each block's norms, given those of each leaf's rows."""
-    arrays = terms.arrays
-    axes = terms.axes or [None] * len(arrays)
-    lengths = heights or (1,) * len(arrays)
-    kept = [_kept_shape(array, along) for array, along in zip(arrays, axes, strict=True)]
-    if terms.weigh is not None or len(terms.counts) < len(arrays):
+    count = len(terms.arrays)
+    lengths = heights or (1,) * count
+    kept = kept or ((),) * count
+    if terms.weigh is not None or len(terms.counts) < count:
         rows = zip(out.split(list(lengths)), kept, strict=True)
         return stack_terms(backend, [of_leaf.view(shape) for of_leaf, shape in rows], terms)
+    return _one_leaf_each(terms, lengths, kept, out)
 
-    # One leaf for each norm, and norms of one shape in each block.
-    blocks = in_groups(range(len(arrays)), terms.blocks)
+
+def _one_leaf_each(
+    terms: Terms, lengths: Sequence[int], kept: Sequence[Any], out: Any
+) -> list[Any]:
+    """Return the rows of each block, given those of each leaf: one leaf for each norm, and norms of
+    one shape in each block.
+    """
+    blocks = in_groups(range(len(terms.arrays)), terms.blocks)
     of_blocks = out.split([sum([lengths[leaf] for leaf in block]) for block in blocks])
     return [
         part.view(len(block), *kept[block[0]])
@@ -866,13 +953,13 @@ def scale(products: Products) -> Sequence[Any] | None:
     if batch is None or shape is None or not _are_factors(products.blocks, batch):
         return None
 
-    heights, widths = shape
+    heights, widths, _ = shape
     starts = list(accumulate([block.numel() for block in products.blocks], initial=0))
     per_norm = [block.numel() // max(len(block), 1) for block in products.blocks]
     lengths = heights or (1,) * len(arrays)
-    for (block, _), height in zip(products.places, lengths, strict=True):
-        if per_norm[block] != height:  # norms along other axes, of an array with axes of length 1
-            return None
+    # Norms along other axes, of an array with axes of length 1, are no rows.
+    if [per_norm[block] for block, _ in products.places] != list(lengths):
+        return None
     places = zip(products.places, lengths, strict=True)
     first_norms = tuple([starts[block] + row * height for (block, row), height in places])
     factors = _flat(products.blocks)
@@ -924,19 +1011,48 @@ def bound(
             for part in work.chunks
         ]
 
-    rows = Rows(tuple([array.numel() for array in arrays]))
+    rows = Rows(_lengths(arrays))
     return _run_changes(batch, rows, in_place=in_place, launches=launches)
 
 
-def _as_rows(
-    arrays: Sequence[Any], axes: Sequence[Any] | None
-) -> tuple[tuple[int, ...] | None, tuple[int, ...]] | None:
-    """Return the number of rows of each tensor, and their length: entries that share a norm.
+class Shape(NamedTuple):
+    """How the norms of tensors divide them into rows."""
 
-    The number is ``None`` if all tensors have one norm each. ``None`` if those of one are no rows.
-    """
+    heights: tuple[int, ...] | None
+    """The number of rows of each tensor, ``None`` if all tensors have one norm each."""
+    widths: tuple[int, ...]
+    """The length of the rows: entries that share a norm."""
+    kept: tuple[tuple[int, ...], ...]
+    """The shape of the norms of each tensor."""
+
+
+_shapes: dict[Any, Shape | None] = {}
+
+
+def _lengths(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Return the number of entries of each tensor."""
+    return tuple(map(torch.Tensor.numel, arrays))
+
+
+def _as_rows(arrays: Sequence[Any], axes: Sequence[Any] | None) -> Shape | None:
+    """Return tensors as rows that share a norm, ``None`` if the norms of one are no rows."""
     if axes is None:
-        return None, tuple([array.numel() for array in arrays])
+        return Shape(None, _lengths(arrays), ())
+    in_memory = all(map(torch.Tensor.is_contiguous, arrays))
+    key = tuple([array.shape for array in arrays]), tuple(axes)
+    if in_memory and key in _shapes:
+        return _shapes[key]
+    shape = _find_rows(arrays, axes)
+    if in_memory:
+        with _lock:
+            if len(_shapes) >= _CACHE_SIZE:
+                _shapes.clear()
+            _shapes[key] = shape
+    return shape
+
+
+def _find_rows(arrays: Sequence[Any], axes: Sequence[Any]) -> Shape | None:
+    """Return what `_as_rows` does, and keeps."""
     heights = []
     for array, along in zip(arrays, axes, strict=True):
         if along is None or len(along) == array.ndim:
@@ -949,8 +1065,8 @@ def _as_rows(
     widths = [
         array.numel() // max(height, 1) for array, height in zip(arrays, heights, strict=True)
     ]
-    is_whole = all([not _kept_shape(array, a) for array, a in zip(arrays, axes, strict=True)])
-    return None if is_whole else tuple(heights), tuple(widths)
+    kept = [_kept_shape(array, along) for array, along in zip(arrays, axes, strict=True)]
+    return Shape(tuple(heights) if any(kept) else None, tuple(widths), tuple(kept))
 
 
 def _kept_shape(array: Any, along: Any) -> tuple[int, ...]:
