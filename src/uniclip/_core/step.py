@@ -537,7 +537,7 @@ def _compute_factors(
         elif plan.math.on_device and small and (rule.curve is hard or bounded):
             # In half as many kernels as the curve.
             factors = limits / xp.clip(finite_norms, smallest, None)
-            if bounded:
+            if isinstance(rule.curve, RejectAbove):
                 factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
         elif rule.curve is hard and plan.math.on_device:
             factors = _divide_where_above(xp, finite_norms, limits)

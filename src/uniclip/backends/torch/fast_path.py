@@ -281,7 +281,7 @@ def _is_zero(array: Tensor) -> bool:
     return all_zero((array.view(torch.int16) if half else array).numpy(force=True))
 
 
-def are_dense(arrays: list[Tensor]) -> bool:
+def are_dense(arrays: Sequence[Tensor]) -> bool:
     """Whether arrays are without gaps, in any order of their axes,
     and hold their values as they are.
     """
