@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.limit import first_state
+from uniclip._core.limiting import first_state
 from uniclip._core.plan import RuleCache, plan_for
 from uniclip._core.step import run_step
 from uniclip._core.tree import Flat, open_tree
