@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from uniclip._core.plan import check_answers_differ
 from uniclip._errors import check, summarize
 from uniclip.compose import AnyRule, Masked, as_rule, rules_with_norms, walk_rules
 from uniclip.limits import Split
@@ -57,21 +56,6 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
         )
         raise ValueError(msg)
     return rule
-
-
-def check_answers_differ_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
-    """Refuse a mask or a label inside of a rule that says the same of all leaves;
-    see `check_answers_differ`.
-
-    Where it does not, the rule asks no more: at a step there may be only some of the leaves.
-    """
-    for inner, function in masks_and_labels(rule):
-        answers = [function(*pair) for pair in zip(paths, leaves, strict=True)]
-        if isinstance(inner, Masked):
-            check_answers_differ("masked(rule, where)", function, paths, list(map(bool, answers)))
-        else:
-            check_answers_differ("scopes.groups(label)", function, paths, answers)
-        inner.tells_apart.append(True)
 
 
 def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:

@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from uniclip.compose import rules_with_norms
+from uniclip._core.plan import check_answers_differ
+from uniclip._errors import summarize
+from uniclip._types import Path
+from uniclip.compose import Masked, rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
 from uniclip.integrations.torch.stepped import Stepped, find_stepped, has_hooks, is_optimizer
 from uniclip.limits import Ema, PercentileOfAll, Split
+from uniclip.rule import BaseRule
 
 
 class Optimizer(Protocol):
@@ -29,77 +33,51 @@ class Optimizer(Protocol):
         """What takes a step."""
 
 
-class Unnamed(int):
-    """The number of a parameter that has no name: a function that makes text of it,
-    or looks it up, fails.
-    """
+def check_masks_and_labels(rule: BaseRule, paths: list[Path], leaves: list[torch.Tensor]) -> None:
+    """Raise if a mask or a label inside of a rule fails, or returns the same for all parameters.
 
-    def __repr__(self, *_: Any) -> str:
-        """Refuse to be a text."""
-        raise TypeError(_NO_NAME)
-
-    __format__ = __repr__
-
-    def __hash__(self) -> int:
-        """Refuse to be looked up."""
-        raise TypeError(_NO_NAME)
-
-    def __eq__(self, other: object) -> bool:
-        """Compare numbers; refuse a text."""
-        if isinstance(other, str):
-            raise TypeError(_NO_NAME)
-        return int(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        """Compare numbers; refuse a text."""
-        return not self == other
-
-
-_NO_NAME = "a parameter has a number in the place of a name, which is no text"
-_OTHERS = 1009, 20011
-"""What is added to numbers, to see whether a function tells them apart."""
-
-
-def check_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
-    """Refuse a mask or a label inside of a rule that looks for names, where paths end with numbers.
-
-    It does if it makes text of a number, or looks it up, and any other number would do as well.
+    Parameters without names have paths of numbers, in which a function finds no name. The rule
+    checks no more later: at a step there may be only some of the leaves.
 
     Raises
     ------
     TypeError
-        If it does.
+        If a function fails.
+    ValueError
+        See `uniclip._core.plan.check_answers_differ`.
     """
-    for _, function in masks_and_labels(rule):
-        if _asks_for_names(function, paths, leaves) and not _tells_numbers_apart(
-            function, paths, leaves
-        ):
-            raise TypeError(_NO_NAME)
-
-
-def _asks_for_names(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
-    """Whether a function of a path makes text of a number, or looks it up."""
-    try:
-        for (number, key), leaf in zip(paths, leaves, strict=True):
-            function((number, Unnamed(key)), leaf)
-    except TypeError as error:
-        return str(error) == _NO_NAME
-    return False
-
-
-def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
-    """Whether a function of a path says something else of other numbers."""
-    try:
+    numbered = all(isinstance(name, int) for _, name in paths)
+    for inner, function in masks_and_labels(rule):
         answers = [
-            [
-                function((number, key + more), leaf)
-                for (number, key), leaf in zip(paths, leaves, strict=True)
-            ]
-            for more in (0, *_OTHERS)
+            _call_on_path(rule, function, path, leaf)
+            for path, leaf in zip(paths, leaves, strict=True)
         ]
-    except LookupError:  # a table of the numbers that there are
-        return True
-    return any([one != answers[0] for one in answers])
+        what = "scopes.groups(label)"
+        if isinstance(inner, Masked):
+            what = "masked(rule, where)"
+            answers = list(map(bool, answers))
+
+        # Where there are no names, a function that looks at the leaf, too, may still look for one.
+        check_answers_differ(what, function, paths, leaves, answers, by_leaf=not numbered)
+        inner.tells_apart.append(True)
+
+
+def _call_on_path(
+    rule: BaseRule, function: Callable[[Path, Any], Any], path: Path, leaf: torch.Tensor
+) -> Any:
+    """Return what a mask or a label returns, and show the path if it fails."""
+    try:
+        return function(path, leaf)
+    except (AttributeError, LookupError, TypeError) as error:
+        keys, fix = "group and name", ""
+        if isinstance(path[1], int):
+            keys = "group and number"
+            fix = "; if it looks for names, pass them by attach(optimizer, rule, names=model)"
+        msg = (
+            f"a function of {summarize(rule)} failed for the path {path} of {keys} "
+            f"({type(error).__name__}: {error}){fix}"
+        )
+        raise TypeError(msg) from error
 
 
 def stepped_by(optimizer: Any, rule: Any) -> Stepped:

@@ -31,11 +31,11 @@ from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.fast_path import fast_path, gradients_of
 from uniclip.clipper import Clipper
 from uniclip.compose import AnyRule
-from uniclip.integrations import check_answers_differ_in, check_record, looks_at, rule_for_steps
+from uniclip.integrations import check_record, looks_at, rule_for_steps
 from uniclip.integrations.torch.checks import (
     Optimizer,
     can_skip,
-    check_names,
+    check_masks_and_labels,
     spans_leaves,
     stepped_by,
 )
@@ -153,10 +153,12 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     ------
     TypeError
         If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module
-        nor pairs; if a mask or label in the rule looks for names that the parameters do not have.
+        nor pairs; if a mask or label in the rule fails, as one may that looks for names where there
+        are only numbers.
     ValueError
         If the optimizer already has a rule, or is differentiable; if ``names`` has none of its
-        parameters, or a mask or label in the rule says the same of all of them. With several
+        parameters; if parameters have no names, and a mask or label in the rule returns the same
+        for all of them, or a mask by names takes none. With several
         processes, if the parameters are those of ``FullyShardedDataParallel`` (FSDP1) without
         ``all_reduce``, or if ``all_reduce`` would join norms of leaves without names. At the first
         step, if the processes have different rules, or leaves that are neither parts of the same
@@ -308,7 +310,7 @@ class Attached:
         self._takes_params = looks_at("params", self.rule)
         self._spans_leaves = spans_leaves(self.rule)
         self._look_up_leaves()
-        self._check_answers_differ()
+        self._check_masks_and_labels()
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
@@ -947,40 +949,21 @@ class Attached:
             )
         return params
 
-    def _check_answers_differ(self) -> None:
-        """Refuse a mask or a label that says the same of all parameters,
-        unless ``names`` tells of others.
+    def _check_masks_and_labels(self) -> None:
+        """Raise if a mask or a label in the rule fails, or returns the same for all parameters.
 
         Raises
         ------
-        ValueError
-            See `uniclip._core.plan.check_answers_differ`.
+        TypeError, ValueError
+            See `check_masks_and_labels`.
         """
         params = self._params()
+        # If the names are those of more parameters, the others may be meant.
+        if len(self._names) > len(params):
+            check_masks_and_labels(self.rule, [], [])
+            return
         paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
-        numbered = [path for path in paths if isinstance(path[1], int)]
-        some = len(self._names) > len(params)
-        leaves = [p.detach() for p in params]
-        try:
-            if len(numbered) == len(paths):
-                check_names(self.rule, paths, leaves)
-            check_answers_differ_in(self.rule, *([], []) if some else (paths, leaves))
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-        ) as error:  # as of a number that is taken for a name
-            where, fix = f"{paths[0]}, of group and name", ""
-            if numbered:
-                where = f"{numbered[0]}, of group and number"
-                fix = (
-                    ": where it looks for names, give them by attach(optimizer, rule, names=model)"
-                )
-            msg = (
-                f"a function of {summarize(self.rule)} fails for paths as {where}{fix} "
-                f"({type(error).__name__}: {error})"
-            )
-            raise TypeError(msg) from error
+        check_masks_and_labels(self.rule, paths, [p.detach() for p in params])
 
     def _name(self, groups: list[dict[str, Any]]) -> None:
         """Name the parameters of each group, by numbers if some have no name,
