@@ -144,12 +144,12 @@ class Plan:
         members = _groups(
             given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere
         )
-        labelled = scope.label not in {None, everything}
         alone = reduction is None and len(leaf_info.present) == len(given.leaves)
-        if labelled and alone and is_new(rule):
-            answers = [label for label, numbers in members.items() for _ in numbers]
+        label = scope.label
+        if label is not None and label is not everything and alone and is_new(rule):
+            answers = [answer for answer, numbers in members.items() for _ in numbers]
             check_answers_differ(
-                "scopes.groups(label)", scope.label, given.paths(), given.leaves, answers
+                "scopes.groups(label)", label, given.paths(), given.leaves, answers
             )
             rule.tells_apart.append(True)
         groups = {
