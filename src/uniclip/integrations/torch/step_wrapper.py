@@ -117,13 +117,14 @@ class StepWrapper:
         try:
             changed = self._before(self._optimizer, (self._optimizer, *args), kwargs)
             if changed is not None:
-                (_, *args), kwargs = changed
+                with_optimizer, kwargs = changed
+                args = with_optimizer[1:]
             result = step(*args, **kwargs)
             self._after()
         except SkippedStep as skipped:
             # A scheduler would warn that no step came before its own, so set its flag.
             if hasattr(step, "_wrapped_by_lr_sched"):
-                self._optimizer._opt_called = True  # noqa: SLF001 - the mark of PyTorch's schedulers
+                self._optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
             return skipped.loss
         else:
             return result
