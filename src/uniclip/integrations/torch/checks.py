@@ -135,8 +135,8 @@ def _raise_if_no_optimizer(optimizer: Optimizer, rule: AnyRule) -> None:
             "attach(torch.optim.AdamW(model.parameters()), rule)"
         )
     msg = (
-        "expected a torch.optim.Optimizer, or an object with its step and param_groups, as "
-        f"optimizer, got a {type(optimizer).__qualname__}; {fix}"
+        "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, got a "
+        f"{type(optimizer).__qualname__}; {fix}"
     )
     raise TypeError(msg)
 
