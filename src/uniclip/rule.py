@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
@@ -132,8 +132,8 @@ class Choices(Printed):
             stateful=bool(limit.stateful),
             constant=constant,
             simple=constant is not None
-            and (scope.label, scope.axes, self.norm, self.nonfinite)
-            == (everything, None, L2, "propagate")
+            and (scope.label, scope.axes, self.norm) == (everything, None, L2)
+            and self.nonfinite in {"propagate", "raise"}
             and self.curve is hard,
             holds_arrays=holds_arrays,
             limits_checked=not holds_arrays
@@ -290,8 +290,11 @@ class Rule(Choices, BaseRule):
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
-        decision = run_step(self, grads, state, step)
-        return decision.clip_leaves(), decision.state, decision.report()
+        result = run_step(self, grads, state, step)
+        # In place, the tree that came in holds the clipped gradients; an iterator is used up.
+        if step.in_place and not isinstance(grads, Iterator):
+            return grads, result.state, result.report()
+        return result.clipped(), result.state, result.report()
 
 
 def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""One step of a rule: open, plan, measure, limit, factor.
+"""One step of a rule: open the tree, plan, measure, ask the limit and the curve, apply.
 
-`run_step` asks the lane of a backend first, which takes what nearly every call is. The general way is
-in the order in which it runs, below it.
+`run_step` asks for the fast path first. The general way is below it, in the order in which it runs.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from uniclip._core.apply import FastStepResult, StepResult, multiply_in_place
+from uniclip._core.apply import Apply, StepResult, scale_leaves
 from uniclip._core.collectives import Loss, raise_if_kept_axes, reduction_of, with_reduced_library
+from uniclip._core.fast_path import FastStepResult, run_fast_path, run_fast_path_on_storage
 from uniclip._core.measure import Inputs, Measured, measure, zero_norms
 from uniclip._core.plan import Plan, plan_of, raise_if_rows
-from uniclip._core.tree import Opened, flatten_known, open_tree, with_params
+from uniclip._core.tree import Opened, flatten_known, open_leaves, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments, real, summarize
 from uniclip._types import Step
 from uniclip.backends import MET, Backend, backend_of, library_of
@@ -30,11 +30,8 @@ from uniclip.backends.base import (
     LIBRARY,
     NUMPY,
     TRACED,
-    FastResult,
     cast,
-    fast_numbers,
     finite_or_zero,
-    products_by,
 )
 from uniclip.curves import RejectAbove, hard, never_amplifies, rejects
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
@@ -50,18 +47,16 @@ _NAMED = 5
 """The number of leaves named in an error."""
 
 
-def run_step(
+def run_step(  # noqa: PLR0913 - a step has as many parts
     rule: Choices,
     grads: Any,
     state: Any,
     step: Step = Step(),  # noqa: B008 - it never changes
     max_norm: Any = None,
+    *,
+    apply: Apply = scale_leaves,
 ) -> StepResult | FastStepResult:
-    """Ask the lane of a backend, which takes what nearly every call is.
-
-    Go the general way for all else.
-
-    In the lane the leaves are clipped when this returns; else when the decision is asked for them.
+    """Take one step of a rule, on the fast path if that takes it, else the general way.
 
     Parameters
     ----------
@@ -71,6 +66,8 @@ def run_step(
     step : Step
     max_norm : float or 0-d array, optional
         A constant limit in the place of the rule's.
+    apply : function, optional
+        What is made of the leaves and their factors, by default new leaves, or the same in place.
 
     Raises
     ------
@@ -78,51 +75,33 @@ def run_step(
         As `uniclip.clip`.
     """
     limit = rule.constant if max_norm is None else max_norm
-    single_process = all(
-        [
-            value is None
-            for value in (step.params, step.all_reduce, step.loss, step.norm, step.shared)
-        ]
-    )
-    takes_fast_path = rule.simple and single_process and type(limit) in {float, int}
-    if takes_fast_path:
-        leaves, spec = flatten_known(grads)
-        first = next((leaf for leaf in leaves if leaf is not None), None)
-        backend = None if first is None else MET.get(type(first)) or backend_of(first)
-        fast_path = (
-            None if backend is None else backend.fast_path(leaves, limit, in_place=step.in_place)
-        )
-        if backend is not None and fast_path is not None:
-            return FastStepResult(rule, backend, spec.unflatten, fast_path, state)
-    tree = open_tree(grads, in_place=step.in_place)
-    if takes_fast_path and tree.wrapped and not tree.shards:
-        fast_path = fast_path_of_storage(tree, limit)
-        if fast_path is not None:
-            return FastStepResult(rule, tree.backend, tree.spec.unflatten, fast_path, state)
-    return run_general_step(rule, tree, state, step, limit)
+    leaves, spec = flatten_known(grads)
+
+    backend = None
+    for leaf in leaves:
+        if leaf is not None:
+            backend = MET.get(type(leaf)) or backend_of(leaf)
+            break
+    if backend is not None:
+        numbers = run_fast_path(rule, backend, leaves, limit, step)
+        if numbers is not None:
+            return FastStepResult(rule, backend, spec.unflatten, numbers, state)
+
+    tree = open_leaves(leaves, spec, in_place=step.in_place)
+    if tree.wrapped and not tree.shards:
+        numbers = run_fast_path_on_storage(rule, tree, limit, step)
+        if numbers is not None:
+            return FastStepResult(rule, tree.backend, tree.spec.unflatten, numbers, state)
+    return run_general_step(rule, tree, state, step, limit, apply)
 
 
-def fast_path_of_storage(tree: Opened, limit: float) -> FastResult | None:
-    """Return what the lane comes to beside odd leaves; ``None`` if it takes more."""
-    with tree.backend.computation_context(tree.first):
-        fast_path = tree.backend.fast_path(
-            tree.arrays, math.inf if tree.in_place else limit, in_place=False
-        )
-        if fast_path is None or not tree.in_place:
-            return fast_path and fast_path._replace(leaves=tree.restore_leaves(fast_path.leaves))
-        numbers = fast_numbers(fast_path.norm, limit)
-        if numbers is None:
-            return None
-        norm, limit, factor = numbers
-        if factor != 1:
-            present = list(tree.leaf_info.present)
-            arrays = [tree.arrays[number] for number in present]
-            multiply_in_place(tree, present, products_by(arrays, factor, in_place=True))
-        return FastResult(norm, limit, factor, tree.leaves, tree.leaf_info.device)
-
-
-def run_general_step(
-    rule: Choices, tree: Opened, state: Any, step: Step, constant: Any
+def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
+    rule: Choices,
+    tree: Opened,
+    state: Any,
+    step: Step,
+    constant: Any,
+    apply: Apply = scale_leaves,
 ) -> StepResult:
     """Plan which leaves share a norm, and whether the host reads the norms; then decide."""
     reduction, params = None, None
@@ -153,18 +132,21 @@ def run_general_step(
             array if array is None else leaf_info.backend.detach(array) for array in params.arrays
         ]
         params = params._replace(arrays=detached)
-    plan = plan_of(rule, tree, mode, reduction, params)
-    if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
-        plan = plan.with_blocks_apart()
     first = tree.first
     if first is None and params is not None:
         # The parameters say on which device norms lie.
         first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
     with leaf_info.backend.computation_context(first):
+        plan = plan_of(rule, tree, mode, reduction, params)
+        if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
+            plan = plan.with_blocks_apart()
         # Now it is known how many there are.
         if plan.collectives is not None and plan.collectives.compare(rule):
             plan = plan_of(rule, tree, mode, reduction, params)
-        return _run_measured(Inputs(rule, plan, tree, params, step, constant), state)
+        inputs = Inputs(rule, plan, tree, params, step, constant)
+        tree, found, new = _run_measured(inputs, state)
+        leaves = apply(rule, tree, plan, found.factors)
+        return StepResult(leaves, tree.spec.unflatten, found, new)
 
 
 def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: Any) -> int:
@@ -195,7 +177,7 @@ def _viewable(backend: Backend, value: Any) -> bool:
     ) is not None
 
 
-def _run_measured(inputs: Inputs, state: Any) -> StepResult:
+def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
     """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
     rule, plan, tree = inputs.rule, inputs.plan, inputs.tree
     if rule.nonfinite == "zero" and not plan.math.host:
@@ -220,13 +202,13 @@ def _run_measured(inputs: Inputs, state: Any) -> StepResult:
     rows = zip(norms, limits, faults, strict=True)
     factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in rows]
     if rule.stateful:  # NaN never enters a state
-        new = state_where(step_finite, new, state)
+        new = _choose_state(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
     if plan.shapes is not None:
         norms, limits, factors = map(plan.split_blocks, (norms, limits, factors))
         thresholds = thresholds and plan.split_blocks(thresholds)
     values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
-    return StepResult(rule, tree, plan, values, new)
+    return tree, values, new
 
 
 def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
@@ -596,6 +578,14 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
         return new
+    with library_of(arrays[0]).computation_context(arrays[0]):
+        return _choose_state(flag, new, old, expected=expected)
+
+
+def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
+    arrays: list[Any] = optree.tree_leaves(new)
+    if not arrays:
+        return new
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return new if bool(flag) is expected else old
@@ -605,8 +595,7 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
         pair = (new, old_there) if expected else (old_there, new)
         return backend.xp.where(flag_there, *pair)
 
-    with backend.computation_context(arrays[0]):
-        return optree.tree_map(choose, new, old)
+    return optree.tree_map(choose, new, old)
 
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:

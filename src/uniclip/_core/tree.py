@@ -201,20 +201,40 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
     ValueError
         If the tree is an iterator that is empty or exhausted.
     """
-    if isinstance(tree, Flat):
-        return tree
-    if isinstance(tree, (Iterator, ValuesView)):
-        items = list(tree)
-        if not items and isinstance(tree, Iterator):
+    return open_containers(*flatten_known(tree), name)
+
+
+def open_containers(leaves: list[Any], spec: Any, name: str) -> Flat:
+    """Return leaves and structure with all containers open, also those of classes not met before.
+
+    Raises
+    ------
+    ValueError
+        If the tree is an iterator that is empty or exhausted.
+    """
+    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
+    if not others:
+        return Flat(leaves, spec)
+
+    # An iterator is the only leaf of its tree.
+    [root, *_] = others
+    if (
+        len(leaves) == 1
+        and isinstance(root, (Iterator, ValuesView))
+        and spec.unflatten(leaves) is root
+    ):
+        items = list(root)
+        if not items and isinstance(root, Iterator):
             msg = (
                 f"{name} is an iterator with nothing left in it; pass a list, which can be read "
                 "twice"
             )
             raise ValueError(msg)
-        tree = items
-    leaves, spec = flatten_known(tree)
-    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
-    return flatten(tree, name) if any([_register(node) for node in others]) else Flat(leaves, spec)
+        return flatten(items, name)
+
+    # Every class is registered before the tree is flattened again.
+    new = [_register(node) for node in others]
+    return flatten(spec.unflatten(leaves), name) if any(new) else Flat(leaves, spec)
 
 
 def flatten_known(tree: Any) -> tuple[list[Any], Any]:
@@ -319,11 +339,23 @@ def open_tree(
         change or hold integers.
     """
     leaves, spec = flatten_known(tree)
+    return open_leaves(leaves, spec, name, in_place=in_place, whole=whole)
+
+
+def open_leaves(
+    leaves: list[Any],
+    spec: Any,
+    name: str = "grads",
+    *,
+    in_place: bool = False,
+    whole: bool = False,
+) -> Opened:
+    """Do as `open_tree`, given what `flatten_known` returned."""
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
     leaf_info = None if met is None else met.known.get((name, whole, met.signature(leaves)))
     if leaf_info is None:  # of new kinds of leaves, which are refused if they cannot be clipped
-        leaves, spec = flatten(tree, name)
+        leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
         numbers = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:

@@ -5,13 +5,13 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
-  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
-  `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
-  `debug_infs`;
-- *may* be faster, and change arrays in place: `fast_path`, `sums`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
-  `replicas`, `rank`;
+- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
+  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`,
+  `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`,
+  `computation_context`, `allow_float64`, `debug_infs`;
+- *may* be faster, and change arrays in place: `fast_path`, `fast_path_reads`, `sums`, `pieces`,
+  `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several
+  processes: `reducer`, `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -152,7 +152,7 @@ class WrappedLeaf(NamedTuple):
 
 
 class FastResult(NamedTuple):
-    """The result of `Backend.fast_path`: norm, limit and factor, rounded to float32, and the leaves."""
+    """The result of `Backend.fast_path`: the leaves, and three numbers rounded to float32."""
 
     norm: Any
     """A number; where the host does not read it, a 0-d array, as the factor then is."""
@@ -480,6 +480,15 @@ class Backend:
         way.
         """
         return None
+
+    @staticmethod
+    def fast_path_reads(leaf: Any) -> bool:
+        """Return whether the fast path reads the norm of leaves like this one.
+
+        A rule that raises errors takes it only then. Others return ``None`` for what they cannot
+        read, so that this needs no look at the leaf.
+        """
+        return True
 
     # Sums and products, for speed and memory.
 
