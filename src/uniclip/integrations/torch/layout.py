@@ -29,7 +29,7 @@ from uniclip.report import Report
 from uniclip.rule import BaseRule
 
 _WHAT_TO_DO = (
-    "regular tensors that are shards: pass all_reduce=, the group of the other shards, or mesh[...]",
+    "regular tensors that are shards: pass all_reduce=, the group of the others, or mesh[...]",
     "replicas among them: pass shared=lambda path, leaf: ..., true for replicas, which count once",
     "replicas whose gradients differ: average these first, as DistributedDataParallel does",
 )
@@ -226,7 +226,7 @@ def check_layout(
 
 def _with_names(groups: list[ParamGroup], names: Names) -> list[ParamGroup]:
     """Return groups with the names of their parameters; the optimizer's names come first."""
-    by_param = names_of(names, groups)
+    by_param = names_of(names, [p for group in groups for p in group["params"]])
     named = []
     for group in groups:
         keys = [by_param.get(p, number) for number, p in enumerate(group["params"])]
