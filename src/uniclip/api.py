@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from uniclip._core.apply import LIMIT_FOR_EACH_LAYER, keep_leaves, sum_examples
+from uniclip._core.apply import LIMIT_FOR_EACH_LAYER, sum_examples
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.step import run_general_step, run_step
 from uniclip._core.tree import open_tree
@@ -381,7 +381,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     13.0
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    return run_step(rule, grads, _NOTHING, max_norm=math.inf, apply=keep_leaves).norms()
+    return run_step(rule, grads, _NOTHING, max_norm=math.inf, apply=None).norms()
 
 
 _USUAL, _NOTHING = Step(), NoState()

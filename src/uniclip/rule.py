@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.plan import plan_of
+from uniclip._core.plan import RuleCache, plan_for
 from uniclip._core.step import first_state, run_step
 from uniclip._core.tree import Flat, open_tree
 from uniclip._errors import (
@@ -79,10 +79,8 @@ class Choices(Printed):
     """Whether its norms depend on more of a leaf than its kind and its place."""
     tells_apart: ClassVar[list[bool]]
     """Whether the label of its groups was seen to say different things of leaves: empty before."""
-    plans: ClassVar[dict[Any, Any]]
-    """What is the same from step to step, by the structure of the gradients."""
-    agreed: ClassVar[dict[Any, Any]]
-    """What the processes of a run have told each other."""
+    cache: ClassVar[RuleCache]
+    """What is kept from step to step: plans, and what processes have agreed on."""
 
     if TYPE_CHECKING:
 
@@ -148,9 +146,8 @@ class Choices(Printed):
             or scope.label not in {None, everything}
             or bool(self.norm.size_power)
             or "sizes" in limit.needs,
-            plans={},
             tells_apart=[],
-            agreed={},
+            cache=RuleCache(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,11 +279,10 @@ class Rule(Choices, BaseRule):
         """
         if not self.stateful:
             return NoState()
-        given = open_tree(grads, "params")
-        with given.backend.computation_context(given.first):
-            return first_state(
-                self, given, plan_of(self, given, given.backend.mode(given.leaf_info))
-            )
+        tree = open_tree(grads, "params")
+        mode = tree.backend.mode(tree.leaf_info)
+        with tree.backend.computation_context(tree.first):
+            return first_state(self, tree, plan_for(self, [tree], mode))
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""

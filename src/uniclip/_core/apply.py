@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._core.plan import Plan
-from uniclip._core.tree import Opened
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Factors, State
 from uniclip.backends.base import Products, cast
@@ -29,7 +29,7 @@ LIMIT_FOR_EACH_LAYER = (
 )
 """How to limit each example's gradient layer by layer, for errors."""
 
-Apply: TypeAlias = "Callable[[Choices, Opened, Plan, Sequence[Factors]], list[Any]]"
+Apply: TypeAlias = "Callable[[Choices, OpenedTree, Plan, Sequence[Factors]], list[Any]]"
 """Makes the leaves that a step returns of the opened gradients and the factors of each block."""
 
 
@@ -57,7 +57,9 @@ class StepResult(NamedTuple):
         return report_of(self.values)
 
 
-def scale_leaves(rule: Choices, tree: Opened, plan: Plan, factors: Sequence[Factors]) -> list[Any]:
+def scale_leaves(
+    rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
+) -> list[Any]:
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
     changed = _find_changed(plan, factors)
     products = _make_products(rule, tree, plan, changed, factors)
@@ -75,12 +77,9 @@ def scale_leaves(rule: Choices, tree: Opened, plan: Plan, factors: Sequence[Fact
     return tree.restore_leaves(arrays)
 
 
-def keep_leaves(rule: Choices, tree: Opened, plan: Plan, factors: Sequence[Factors]) -> list[Any]:  # noqa: ARG001 - an `Apply`
-    """Return the leaves as they are, for a caller that wants the norms alone."""
-    return tree.leaves
-
-
-def sum_examples(rule: Choices, tree: Opened, plan: Plan, factors: Sequence[Factors]) -> list[Any]:
+def sum_examples(
+    rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
+) -> list[Any]:
     """Return the sum of the clipped gradients along their first axis, that of the examples."""
     _check_summable(tree, plan)
     backend, xp = tree.backend, tree.backend.xp
@@ -126,7 +125,7 @@ def _find_changed(plan: Plan, factors: Sequence[Factors]) -> list[int]:
 
 def _make_products(
     rule: Choices,
-    tree: Opened,
+    tree: OpenedTree,
     plan: Plan,
     numbers: Sequence[int],
     factors: Sequence[Factors],
@@ -143,7 +142,7 @@ def _make_products(
     )
 
 
-def multiply_in_place(tree: Opened, numbers: Sequence[int], products: Products) -> None:
+def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Products) -> None:
     """Multiply some leaves in place, each storage once.
 
     Leaves in which measuring replaced entries by 0, by the policy ``"zero"``, are written, too.
@@ -185,7 +184,7 @@ def _second(_: Any, new: Any) -> Any:
     return new
 
 
-def _check_summable(tree: Opened, plan: Plan) -> None:
+def _check_summable(tree: OpenedTree, plan: Plan) -> None:
     """Raise if a norm covers all examples, or leaves have different numbers of examples."""
     present = tree.leaf_info.present
     shapes = tree.shapes()

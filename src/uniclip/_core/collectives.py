@@ -5,7 +5,7 @@ and how partial sums are combined.
 A step joins at one line, between the sums of leaves and their roots: one packet for each group of
 owners of distributed arrays, and one for ``all_reduce``. Sums are joined in float64, where there is
 one, so that nothing overflows; of a copy that n processes hold, each contributes 1/n. What differs
-between processes is a number in the packet, or agreed on at the first step, by `Collectives.compare`.
+between processes is a number in the payload, or agreed on at the first step, by `Reduction.agree`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import accumulate
 from numbers import Number
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
 from zlib import crc32
 
 import numpy as np
 
 from uniclip._core.norm_space import NormSpace
-from uniclip._core.tree import Opened
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import check, holds_arrays, summarize
 from uniclip.backends import backend_by
 from uniclip.backends.base import (
     NUMPY,
-    Axes,
     Backend,
-    LeafInfo,
     Op,
     Reduce,
     Terms,
@@ -38,6 +36,9 @@ from uniclip.backends.base import (
     in_groups,
     op_of,
 )
+
+if TYPE_CHECKING:
+    from uniclip._core.plan import Plan
 
 REDUCTION_CACHE_SIZE = 64
 """How many joins a rule remembers."""
@@ -49,28 +50,6 @@ or names of axes.
 """
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 """How many processes hold a leaf, given its path and itself; true for all of them."""
-
-
-class Layout(Protocol):
-    """The attributes of `uniclip._core.plan.Plan` that are used here,
-    where plans cannot be imported.
-    """
-
-    leaf_info: LeafInfo
-    math: NormSpace
-    one_norm: bool
-    axes: list[Axes]
-    members: list[list[int]]
-    order: list[int]
-    heights: list[int]
-    blocks: list[Any]
-
-    def gradients(self) -> list[Any]:
-        """Return how many gradients each norm has in this process, an array for each block."""
-
-    @property
-    def names(self) -> list[str]:
-        """The groups or leaves of all norms."""
 
 
 class Reduction:
@@ -98,6 +77,47 @@ class Reduction:
     def reduce(self, backend: Backend, array: Any, op: Op) -> Any:
         """Reduce an array over the processes."""
         return reducer_of(backend, self.all_reduce)(array, op)
+
+    def agree(self, rule: Any, names: list[str] | None, math_: NormSpace) -> None:
+        """Compare the rules and the norms of all processes, and count these, at the first step.
+
+        All come to the same conclusion, since it is drawn from one sum.
+
+        Parameters
+        ----------
+        rule : Rule
+        names : list of str or None
+            The groups or leaves of all norms; ``None`` if there is one norm.
+        math_ : NormSpace
+
+        Raises
+        ------
+        ValueError
+            In every process, if they differ.
+        """
+        choices = _describe_choice([getattr(rule, choice.name) for choice in fields(rule)])
+        rows: Any = 1 if names is None else names
+        words = _digest(f"{choices} {self.shared is not None} {rows}")
+        squares = [word * word for word in words]
+        sent = np.asarray([1.0, not math_.narrow, *words, *squares])
+        with math_.library.allow_float64():
+            [total] = reduce_payload(math_, [sent], "sum", self)
+
+        # Numbers are equal in all processes if the sum of their squares says that they do not vary.
+        totals = np.asarray(math_.read(total), np.float64)
+        count, wide = totals[:2]
+        if not np.allclose(count * totals[6:], totals[2:6] ** 2, rtol=1e-12):
+            msg = (
+                "the processes that all_reduce joins use different rules or have different "
+                f"leaves or groups, and this one {summarize(rule)}: use one rule in all of them, "
+                "on the same tree, with None for what is absent; leaves that are whole in their "
+                "process need no all_reduce, and groups with a limit for each name "
+                "(uc.by_group_norm) may be empty in some"
+            )
+            raise ValueError(msg)
+        self.size = round(float(count))
+        self.narrow = bool(wide == 0)
+        self.checked = True
 
 
 def reduction_of(
@@ -139,7 +159,7 @@ def follow_reference(reference: Any) -> Any:
     return reference() if isinstance(reference, ref) else reference
 
 
-def with_reduced_library(given: Opened, all_reduce: Any) -> Opened:
+def with_reduced_library(given: OpenedTree, all_reduce: Any) -> OpenedTree:
     """Return opened gradients, those without any of the library whose processes are joined,
     if that is known.
     """
@@ -192,8 +212,8 @@ class Collectives:
 
     def __init__(
         self,
-        plan: Layout,
-        given: Opened,
+        plan: Plan,
+        given: OpenedTree,
         reduction: Reduction | None,
         shards: Sequence[dict[int, Any]],
     ) -> None:
@@ -245,7 +265,7 @@ class Collectives:
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
 
     def rows(
-        self, trees: list[Opened], terms: list[Terms], payload: Payload
+        self, trees: list[OpenedTree], terms: list[Terms], payload: Payload
     ) -> tuple[list[Any], Payload]:
         """Return the sums of each norm, an array for each block of each tree,
         and the packet, joined.
@@ -264,13 +284,13 @@ class Collectives:
         arrays = reduce_payload(self._plan.math, [*rows, *payload.arrays], op, self.reduction)
         return arrays[: len(rows)], payload.fill(arrays[len(rows) :])
 
-    def weigher(self, tree: Opened, p: float) -> Callable[[list[Any]], list[Any]] | None:
+    def weigher(self, tree: OpenedTree, p: float) -> Callable[[list[Any]], list[Any]] | None:
         """Return what weighs the sums of a tree's leaves,
         ``None`` if none is held by several processes.
         """
         return partial(self._weigh, tree, p) if self.replicas is not None or tree.shards else None
 
-    def _weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
+    def _weigh(self, tree: OpenedTree, p: float, sums: list[Any]) -> list[Any]:
         """Return the sums of leaves, those of copies divided by their number,
         so that together they count once.
         """
@@ -289,7 +309,7 @@ class Collectives:
         return weighed
 
     def _over_owners(
-        self, trees: list[Opened], terms: list[Terms], payload: Payload
+        self, trees: list[OpenedTree], terms: list[Terms], payload: Payload
     ) -> tuple[list[Any], Payload]:
         """Return the rows of each block of each tree, and the packet,
         joined over the owners of distributed leaves.
@@ -334,7 +354,7 @@ class Collectives:
             losses=scalars.losses, unsound=scalars.unsound, present=present
         )
 
-    def _sums_of_leaves(self, tree: Opened, terms: Terms) -> dict[int, Any]:
+    def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
         plan, blocks = self._plan, list(map(sum, terms.in_blocks(terms.counts)))
         alone = terms._replace(counts=[1] * len(terms.arrays), blocks=blocks)
@@ -343,7 +363,7 @@ class Collectives:
         ]
         return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
 
-    def _nothing(self, tree: Opened | None, number: int) -> Any:
+    def _nothing(self, tree: OpenedTree | None, number: int) -> Any:
         """Return the sums of an absent part of a distributed leaf,
         or how many gradients that is.
         """
@@ -381,7 +401,7 @@ class Collectives:
         if asked for.
         """
         loss_here = self._as_sums(loss) if losses and not isinstance(loss, Loss) else None
-        present = self._plan.gradients() if presence and not self.divided else None
+        present = self._plan.count_gradients() if presence and not self.divided else None
         return payload._replace(losses=loss_here, present=present)
 
     def _as_sums(self, loss: Any) -> list[Any]:
@@ -393,46 +413,6 @@ class Collectives:
         library = self._plan.math.library
         number = library.detach(library.xp.astype(library.xp.asarray(loss), library.xp.float32))
         return [library.xp.reshape(number, ()), np.ones(())]
-
-    def compare(self, rule: Any) -> bool:
-        """Compare the rules and the rows of all processes, and count these, at the first step;
-        return whether it is.
-
-        Of one sum all come to the same conclusion.
-
-        Raises
-        ------
-        ValueError
-            In every process, if they differ.
-        """
-        plan, reduction = self._plan, self.reduction
-        if reduction is None or reduction.checked or plan.math.compiled:
-            return False
-        rows: Any = 1 if plan.one_norm else plan.names
-        choices = _describe_choice([getattr(rule, field.name) for field in fields(rule)])
-        words = _digest(f"{choices} {reduction.shared is not None} {rows}")
-        with plan.math.library.allow_float64():
-            sent = np.asarray(
-                [1.0, not plan.leaf_info.narrow, *words, *[word * word for word in words]]
-            )
-            [total] = reduce_payload(plan.math, [sent], "sum", reduction)
-        values = np.asarray(plan.math.read(total), np.float64)
-        count, wide, sums, squares = values[0], values[1], values[2:6], values[6:]
-        if not np.allclose(count * squares, sums**2, rtol=1e-12):
-            msg = (
-                "the processes that all_reduce joins use different rules or have different "
-                f"leaves or groups, and this one {summarize(rule)}: use one rule in all of them, on "
-                "the same tree, with None for what is absent; leaves that are whole in their "
-                "process need no all_reduce, and groups with a limit for each name "
-                "(uc.by_group_norm) may be empty in some"
-            )
-            raise ValueError(msg)
-        reduction.size, reduction.narrow, reduction.checked = (
-            round(float(count)),
-            bool(wide == 0),
-            True,
-        )
-        return True
 
 
 def _digest(text: str) -> list[float]:
@@ -467,7 +447,7 @@ def _describe_choice(value: Any) -> str:
     )
 
 
-def _replicas_of(plan: Layout, given: Any, reduction: Reduction) -> list[int] | None:
+def _replicas_of(plan: Plan, given: Any, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
     backend = plan.math.library
     answers = (

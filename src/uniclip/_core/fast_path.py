@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._core.apply import multiply_in_place
-from uniclip._core.plan import plan_of
-from uniclip._core.tree import Opened, open_tree
+from uniclip._core.plan import plan_of_one_norm
+from uniclip._core.tree import OpenedTree
 from uniclip._types import State, Step
 from uniclip.backends import Backend
-from uniclip.backends.base import HOST, LIBRARY, FastResult, fast_numbers, products_by
+from uniclip.backends.base import HOST, LIBRARY, FastResult, LeafInfo, fast_numbers, products_by
 from uniclip.report import LazyReport, Report, StepValues
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_fast_path(
 
 
 def run_fast_path_on_storage(
-    rule: Choices, tree: Opened, limit: float, step: Step
+    rule: Choices, tree: OpenedTree, limit: float, step: Step
 ) -> FastResult | None:
     """Take a step on the fast path where some leaves are wrapped, on the arrays inside of them.
 
@@ -87,7 +87,6 @@ def run_fast_path_on_storage(
 class FastStepResult(NamedTuple):
     """The result of a step on the fast path: the leaves are clipped already."""
 
-    rule: Choices
     backend: Backend
     unflatten: Callable[[list[Any]], Any]
     """Makes a tree like the one that came in."""
@@ -104,15 +103,15 @@ class FastStepResult(NamedTuple):
 
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
-        return report_fast_path(self.rule, self.backend, self.numbers)
+        return report_fast_path(self.backend, self.numbers)
 
 
-def report_fast_path(rule: Choices, backend: Backend, numbers: FastResult) -> Report:
+def report_fast_path(backend: Backend, numbers: FastResult) -> Report:
     """Return the report of a step, which holds no gradient, and is arranged on first access."""
     norm, limit, factor, _, device = numbers
     # Not `_replace`, which takes a microsecond of each step.
     without_leaves = FastResult(norm, limit, factor, [], device)
-    return LazyReport(partial(_values_of, rule, backend, without_leaves))
+    return LazyReport(partial(_values_of, backend, without_leaves))
 
 
 def _norm_of(backend: Backend, numbers: FastResult) -> Any:
@@ -121,12 +120,15 @@ def _norm_of(backend: Backend, numbers: FastResult) -> Any:
     return numbers.norm
 
 
-def _values_of(rule: Choices, backend: Backend, numbers: FastResult) -> StepValues:
+def _values_of(backend: Backend, numbers: FastResult) -> StepValues:
     """Return the arrays of a report."""
-    norm, read = _norm_of(backend, numbers), isinstance(numbers.norm, float)
-    # of one norm, whatever the leaves
-    plan = plan_of(rule, open_tree(norm), HOST if read else LIBRARY)
-    if read:
-        return StepValues(plan, *[[np.array([number], np.float32)] for number in numbers[:3]])
-    norms, factors = (backend.xp.reshape(value, (1,)) for value in (norm, numbers.factor))
-    return StepValues(plan, [norms], [numbers.limit], [factors])
+    norm = _norm_of(backend, numbers)
+    leaf_info = LeafInfo(backend, [norm], ())
+    if isinstance(numbers.norm, float):
+        plan = plan_of_one_norm(leaf_info, HOST, numbers.device)
+        norms, limits, factors = [[np.array([n], np.float32)] for n in numbers[:3]]
+        return StepValues(plan, norms, limits, factors)
+
+    plan = plan_of_one_norm(leaf_info, LIBRARY, numbers.device)
+    norms, factors = [[backend.xp.reshape(x, (1,))] for x in (norm, numbers.factor)]
+    return StepValues(plan, norms, [numbers.limit], factors)

@@ -12,7 +12,8 @@ import numpy as np
 
 from uniclip._core.collectives import Loss, Payload, mean_loss
 from uniclip._core.plan import Block, Plan
-from uniclip._core.tree import Opened
+from uniclip._core.sizes import count_entries, needs_sizes, sizes_of_counts
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Step
 from uniclip.backends.arrays import check_shape, known_true
@@ -37,8 +38,8 @@ class Inputs(NamedTuple):
 
     rule: Choices
     plan: Plan
-    tree: Opened
-    params: Opened | None
+    tree: OpenedTree
+    params: OpenedTree | None
     """The parameters of the gradients, if the limit needs them."""
     step: Step
     constant: Any
@@ -59,25 +60,27 @@ class Measured(NamedTuple):
     ``None`` where this process knows.
     """
     loss: Any = None
+    finite_norms: list[Any] | None = None
+    """The norms with NaN where they are not finite, where the library has made them."""
     entries_finite: Any = None
     """Whether all entries are finite, where that was looked at."""
 
 
-def measure(inputs: Inputs, tree: Opened) -> Measured:
+def measure(inputs: Inputs, tree: OpenedTree) -> Measured:
     """Measure what a step needs, of gradients in which entries may have been made 0.
 
     All that processes join goes in one packet with the sums of leaves.
     """
     rule, plan, original, params, step, _ = inputs
     math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
-    collectives, sized = plan.collectives, "sizes" in needs or bool(power)
+    collectives, sized = plan.collectives, needs_sizes(rule.limit, rule.norm)
     looks_at_entries = rule.nonfinite == "zero" and (
         not math_.host or (collectives is not None and bool(collectives.mesh_groups))
     )
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         payload = Payload(
             unsound=[_count_nonfinite(plan, original)] if looks_at_entries else None,
-            sizes=sizes_of(plan, tree) if sized and plan.sizes is None else None,
+            sizes=count_entries(plan, tree) if sized and plan.sizes is None else None,
         )
         if collectives is not None:
             presence = rule.stateful or not plan.one_norm
@@ -85,26 +88,35 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
                 step.loss, payload, losses="loss" in needs, presence=presence
             )
         trees = [tree for tree in (tree if step.norm is None else None, params) if tree is not None]
-        norms, joined = norms_of(plan, trees, rule.norm, payload)
+        at_once = _norms_at_once(plan, trees, rule.norm, payload)
+        if at_once is None:
+            norms, joined = norms_of(plan, trees, rule.norm, payload)
+        else:
+            norms, joined = [norms for norms, _ in at_once], payload
+        finite_norms = None
+        if at_once is not None and step.norm is None and not power:
+            finite_norms = at_once[0][1]
         sizes = plan.sizes
         if joined.sizes is not None:
-            sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
-            plan.sizes = None if math_.compiled or collectives is not None else sizes
+            sizes = sizes_of_counts(plan, plan.join_blocks(joined.sizes), power)
         if sizes is not None and power:
-            norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
+            norms = [
+                [n / size for n, size in zip(tree, sizes.divisors, strict=True)] for tree in norms
+            ]
         return Measured(
             norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
             params=None if params is None else math_.as_norms(norms[-1]),
-            sizes=None if sizes is None else sizes[0],
+            sizes=None if sizes is None else sizes.counts,
             present=None
             if joined.present is None
             else math_.as_norms([count > 0 for count in joined.present]),
             loss=_find_loss(inputs, joined.losses) if "loss" in needs else None,
+            finite_norms=finite_norms,
             entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
         )
 
 
-def _count_nonfinite(plan: Plan, tree: Opened) -> Any:
+def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Any:
     """Return how many arrays have entries that are not finite."""
     xp, dtype = plan.math.library.xp, plan.math.sum_dtype
     arrays = [tree.arrays[number] for number in tree.leaf_info.present]
@@ -151,7 +163,7 @@ def _given_norm(inputs: Inputs) -> Any:
     return zero + norm if view is None else view
 
 
-def zero_norms(plan: Plan, tree: Opened) -> list[Any]:
+def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
     """Return zeros like the norms, in the library of the gradients."""
     xp, (dtype, numpys) = plan.math.library.xp, plan.math.dtypes
 
@@ -166,8 +178,22 @@ def zero_norms(plan: Plan, tree: Opened) -> list[Any]:
     ]
 
 
+def _norms_at_once(
+    plan: Plan, trees: list[OpenedTree], norm: Norm, payload: Payload
+) -> list[Any] | None:
+    """Return the norms of each tree by block, and the same with NaN where they are not finite, if
+    they are made with their sums. ``None`` if something else is joined, or for other norms.
+    """
+    if plan.collectives is not None or norm.ord != 2 or plan.entries or not trees or any(payload):
+        return None
+    found = plan.math.norms_at_once(trees, [_terms(plan, tree, 2, None) for tree in trees])
+    if found is None:
+        return None
+    return [[plan.join_blocks(norms) for norms in of_tree] for of_tree in found]
+
+
 def norms_of(
-    plan: Plan, trees: list[Opened], norm: Norm, payload: Payload
+    plan: Plan, trees: list[OpenedTree], norm: Norm, payload: Payload
 ) -> tuple[list[list[Any]], Payload]:
     """Return the norms of each tree by block, before they are divided by sizes;
     and the packet, joined.
@@ -250,7 +276,7 @@ def _measure_unit(plan: Plan, top: Any) -> Any:
 
 
 def _join_sums(
-    plan: Plan, trees: list[Opened], p: float, units: list[Any] | None, payload: Payload
+    plan: Plan, trees: list[OpenedTree], p: float, units: list[Any] | None, payload: Payload
 ) -> tuple[list[Any], Payload]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree,
     and the packet, joined.
@@ -267,7 +293,7 @@ def _join_sums(
     return rows, payload
 
 
-def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> Terms:
+def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Any] | None) -> Terms:
     """Return what is added up of a tree; a norm without gradients is that of a zero."""
     held = [*tree.arrays, plan.math.zero_like(tree.first)] if -1 in plan.order else tree.arrays
     arrays = [held[number] for number in plan.order]
@@ -280,63 +306,3 @@ def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> T
         units = [expand_to_leaf(plan.math.library, *arguments) for arguments in every]
     weigh = None if plan.collectives is None else plan.collectives.weigher(tree, p)
     return Terms(arrays, plan.counts, plan.heights, axes, p, units, weigh)
-
-
-def sizes_of(plan: Plan, tree: Opened) -> list[Any]:
-    """Return the number of entries of each norm, ``(k, 1, ...)`` for each block, in this process;
-    copies count once.
-    """
-    counts = {n: _count_entries(plan, tree, n) for n in plan.order if n >= 0}
-    counts = counts if plan.collectives is None else plan.collectives.count_once(counts)
-    return [
-        _add_counts(plan, block, [[counts[n] for n in group] for group in block.groups])
-        for block in plan.blocks
-    ]
-
-
-def _count_entries(plan: Plan, tree: Opened, number: int) -> Any:
-    """Return the number of entries of a leaf that share a norm,
-    also of those that are not stored.
-    """
-    leaf, wrapped, axes, xp = (
-        tree.leaves[number],
-        tree.wrapped.get(number),
-        plan.axes[number],
-        plan.math.library.xp,
-    )
-    shape = leaf.shape if wrapped is None or wrapped.shape is None else wrapped.shape
-    if getattr(shape, "rank", 0) is None or any([length is None for length in shape]):
-        if tree.is_sparse(number):
-            msg = (
-                f"{tree.place(number)} is sparse, and does not tell the size to average over: "
-                "give it a dense_shape"
-            )
-            raise ValueError(msg)
-        return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
-    # not a generator: torch.compile
-    return math.prod(shape if axes is None else [shape[axis] for axis in axes])
-
-
-def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
-    """Return the sum of the counts of each norm of a block."""
-    xp, shape = plan.math.library.xp, (len(counts), *(1,) * (block.kept or 0))
-    if all([isinstance(count, (int, float)) for group in counts for count in group]):
-        return np.reshape(np.asarray([sum(group) for group in counts], np.float64), shape)
-    rows = [
-        plan.math.add([xp.astype(xp.asarray(count), plan.math.sum_dtype) for count in group], "sum")
-        for group in counts
-    ]
-    return xp.reshape(plan.math.stack(rows), shape)
-
-
-def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-    """Return numbers of entries in the dtype of the norms, and what norms are divided by."""
-    counts, by = [], []
-    for size in sizes:
-        xp = np if isinstance(size, np.ndarray) else plan.math.library.xp
-        counts.append(plan.math.round_to_norms(size))
-
-        # The norm of no entries is 0, and stays 0.
-        divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size)))
-        by.append(divisor**power)
-    return plan.math.as_norms(counts), plan.math.as_norms(by)

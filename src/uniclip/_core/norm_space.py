@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from uniclip._core.tree import Opened
+from uniclip._core.tree import OpenedTree
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
 from uniclip.backends.base import (
     HOST,
@@ -21,10 +21,10 @@ from uniclip.backends.base import (
     NUMPY,
     RECORDED,
     TRACED,
+    LeafInfo,
     Op,
     Terms,
     cast,
-    norm_dtype,
     stack_arrays,
 )
 
@@ -32,40 +32,41 @@ from uniclip.backends.base import (
 class NormSpace:
     """Where the norms of a plan lie, and what is done with them, whatever leaves they are of."""
 
-    def __init__(self, given: Opened, mode: int, *, narrow: bool) -> None:
-        leaf_info, library = given.leaf_info, given.backend
-        self.library, self.mode, self.host = library, mode, mode == HOST
-        """The backend of the gradients.
-
-        The mode of the step; whether norms, limits and factors are NumPy's arrays.
-        """
+    def __init__(self, leaf_info: LeafInfo, mode: int, device: Any, *, narrow: bool) -> None:
+        library = leaf_info.backend
+        self.library: Backend = library
+        """The backend of the gradients."""
+        self.mode = mode
+        """The mode of the step."""
+        self.device = device
+        """The device of the norms in their library."""
+        self.host = mode == HOST
+        """Whether norms, limits and factors are NumPy's arrays."""
         self.backend: Backend = DEFAULT if self.host else library
         """The backend of norms, limits and factors."""
         self.xp = self.backend.xp
         self.compiled = mode == TRACED
-        """Whether the step is compiled or transformed: there are no values,
-        and nothing is remembered.
-        """
+        """Whether the step is traced: there are no values, and nothing may be kept."""
         self.on_device = mode == LIBRARY
         """Whether an accelerator has the values, and starts a kernel for each operation."""
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
-        self.device = leaf_info.device if given.first is None else library.device(given.first)
+
         self.double = leaf_info.double
         """Whether sums are float64."""
         self.sum_dtype = library.xp.float64 if self.double else library.xp.float32
         """The dtype of sums, of the library."""
         self.narrow = narrow
         """Whether all squares fit into float64, in all processes."""
-        dtype = leaf_info.dtype if narrow or not leaf_info.narrow else library.xp.float64
+        dtype = leaf_info.dtype
+        if leaf_info.narrow and not narrow:
+            dtype = library.xp.float64
         numpys = {library.xp.float32: np.float32, library.xp.float64: np.float64}
-        self.dtypes = dtype, numpys.get(dtype, dtype)
+        self.dtypes = (dtype, numpys.get(dtype, dtype))
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
-        arrays = [given.arrays[number] for number in leaf_info.present]
-        largest = [float(library.xp.finfo(norm_dtype(library.xp, [array])).max) for array in arrays]
-        self.largest_factor = min(largest or [self.largest_norm])
+        self.largest_factor = min(self.largest_norm, leaf_info.largest_factor)
         """The largest factor that all leaves can be multiplied by."""
 
     def at_host(self) -> NormSpace:
@@ -75,13 +76,29 @@ class NormSpace:
         new.xp, new.mode, new.host, new.device = DEFAULT.xp, HOST, True, None
         return new
 
-    def sums(self, tree: Opened, terms: Terms) -> list[Any]:
+    def sums(self, tree: OpenedTree, terms: Terms) -> list[Any]:
         """Return the sums of each block's norms.
 
         No derivatives are recorded with respect to parameters.
         """
         mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
         return self.library.sums(mode, terms) if terms.arrays else []
+
+    def norms_at_once(self, trees: list[OpenedTree], terms: list[Terms]) -> list[Any] | None:
+        """Return for each tree its norms, and the same with NaN where they are not finite, if the
+        library makes them with their sums.
+        """
+        if not (self.on_device and self.double and self.narrow):
+            return None
+        if not all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees]):
+            return None
+        found = []
+        for of_tree in terms:
+            norms = self.library.norms(of_tree, self.dtypes[0]) if of_tree.arrays else None
+            if norms is None:
+                return None
+            found.append(norms)
+        return found
 
     # There and back.
 
@@ -167,14 +184,41 @@ class NormSpace:
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some flags are true."""
-        each = [self.xp.all(flag) if len(flag.shape) else flag for flag in flags]
+        each = [self._all(flag) for flag in flags]
         if len(each) < 2:
             return each[0] if each else self.xp.asarray(1) == 1
         return self.xp.all(stack_arrays(self.backend, each))
 
-    def finite(self, norms: list[Any], entries_finite: Any) -> Any:
-        """Return whether all norms are finite, and the entries, if these were looked at."""
-        flags = [self.xp.isfinite(n) for n in norms]
+    def each_finite(self, norms: Any, finite_norms: Any) -> Any:
+        """Return whether each norm is finite; see `finite`."""
+        if self.on_device and finite_norms is not norms:
+            return self.xp.equal(finite_norms, finite_norms)  # one kernel
+        return self.xp.isfinite(norms)
+
+    def _all(self, flags: Any) -> Any:
+        """Return whether all flags of an array are true, as a 0-d array."""
+        shape = tuple(flags.shape)
+        if not shape:
+            return flags
+        if self.on_device and shape == (1,):  # the flag of one norm, without a kernel
+            return self.xp.reshape(flags, ())
+        return self.xp.all(flags)
+
+    def at_most_largest(self, values: Any) -> Any:
+        """Return values, the largest number of the norms' dtype where they are beyond."""
+        if self.on_device:
+            return self.xp.clip(values, None, self.largest_norm)  # one kernel
+        return self.xp.where(values > self.largest_norm, self.largest_norm, values)
+
+    def finite(
+        self, norms: list[Any], entries_finite: Any, finite_norms: list[Any] | None = None
+    ) -> Any:
+        """Return whether all norms are finite, and the entries, if these were looked at.
+
+        ``finite_norms`` are NaN on an accelerator where a norm is not finite.
+        """
+        pairs = zip(norms, finite_norms or norms, strict=True)
+        flags = [self.each_finite(*pair) for pair in pairs]
         return self.all(flags if entries_finite is None else [entries_finite, *flags])
 
     def choose(

@@ -19,8 +19,15 @@ from uniclip._core.apply import Apply, StepResult, scale_leaves
 from uniclip._core.collectives import Loss, raise_if_kept_axes, reduction_of, with_reduced_library
 from uniclip._core.fast_path import FastStepResult, run_fast_path, run_fast_path_on_storage
 from uniclip._core.measure import Inputs, Measured, measure, zero_norms
-from uniclip._core.plan import Plan, plan_of, raise_if_rows
-from uniclip._core.tree import Opened, flatten_known, open_leaves, with_params
+from uniclip._core.plan import (
+    Plan,
+    is_one_norm,
+    names_of_norms,
+    norm_space_of,
+    plan_for,
+    raise_if_rows,
+)
+from uniclip._core.tree import OpenedTree, flatten_known, open_leaves, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments, real, summarize
 from uniclip._types import Step
 from uniclip.backends import MET, Backend, backend_of, library_of
@@ -54,7 +61,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     step: Step = Step(),  # noqa: B008 - it never changes
     max_norm: Any = None,
     *,
-    apply: Apply = scale_leaves,
+    apply: Apply | None = scale_leaves,
 ) -> StepResult | FastStepResult:
     """Take one step of a rule, on the fast path if that takes it, else the general way.
 
@@ -67,7 +74,8 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     max_norm : float or 0-d array, optional
         A constant limit in the place of the rule's.
     apply : function, optional
-        What is made of the leaves and their factors, by default new leaves, or the same in place.
+        What is made of the leaves and their factors, by default new leaves, or the same in place;
+        ``None`` to only measure.
 
     Raises
     ------
@@ -85,23 +93,23 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     if backend is not None:
         numbers = run_fast_path(rule, backend, leaves, limit, step)
         if numbers is not None:
-            return FastStepResult(rule, backend, spec.unflatten, numbers, state)
+            return FastStepResult(backend, spec.unflatten, numbers, state)
 
     tree = open_leaves(leaves, spec, in_place=step.in_place)
     if tree.wrapped and not tree.shards:
         numbers = run_fast_path_on_storage(rule, tree, limit, step)
         if numbers is not None:
-            return FastStepResult(rule, tree.backend, tree.spec.unflatten, numbers, state)
+            return FastStepResult(tree.backend, tree.spec.unflatten, numbers, state)
     return run_general_step(rule, tree, state, step, limit, apply)
 
 
 def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     rule: Choices,
-    tree: Opened,
+    tree: OpenedTree,
     state: Any,
     step: Step,
     constant: Any,
-    apply: Apply = scale_leaves,
+    apply: Apply | None = scale_leaves,
 ) -> StepResult:
     """Plan which leaves share a norm, and whether the host reads the norms; then decide."""
     reduction, params = None, None
@@ -125,7 +133,7 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         mode = _mode_beside(rule, [tree] if params is None else [tree, params], values, others)
     if step.all_reduce is not None or step.shared is not None:
         reduction = reduction_of(
-            None if mode == TRACED else rule.agreed, step.all_reduce, step.shared
+            None if mode == TRACED else rule.cache.reductions, step.all_reduce, step.shared
         )
     if params is not None and mode != HOST:
         detached = [
@@ -137,19 +145,20 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         # The parameters say on which device norms lie.
         first = ([leaf for leaf in params.leaves if leaf is not None] or [None])[0]
     with leaf_info.backend.computation_context(first):
-        plan = plan_of(rule, tree, mode, reduction, params)
-        if plan.shapes is not None and tuple(getattr(constant, "shape", None) or ()):
-            plan = plan.with_blocks_apart()
-        # Now it is known how many there are.
-        if plan.collectives is not None and plan.collectives.compare(rule):
-            plan = plan_of(rule, tree, mode, reduction, params)
+        # What the processes agree on, such as their number, is part of the plan.
+        if reduction is not None and not reduction.checked and mode != TRACED:
+            names = None if is_one_norm(rule.scope) else names_of_norms(rule, tree)
+            reduction.agree(rule, names, norm_space_of(tree, mode, reduction))
+        trees = [tree] if params is None else [tree, params]
+        separate = bool(tuple(getattr(constant, "shape", None) or ()))
+        plan = plan_for(rule, trees, mode, reduction, separate=separate)
         inputs = Inputs(rule, plan, tree, params, step, constant)
         tree, found, new = _run_measured(inputs, state)
-        leaves = apply(rule, tree, plan, found.factors)
+        leaves = tree.leaves if apply is None else apply(rule, tree, plan, found.factors)
         return StepResult(leaves, tree.spec.unflatten, found, new)
 
 
-def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: Any) -> int:
+def _mode_beside(rule: Choices, trees: list[OpenedTree], values: list[Any], others: Any) -> int:
     """Return the mode of a step on gradients, and parameters, given values to look at,
     and what else may be traced.
     """
@@ -177,7 +186,7 @@ def _viewable(backend: Backend, value: Any) -> bool:
     ) is not None
 
 
-def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
+def _run_measured(inputs: Inputs, state: Any) -> tuple[OpenedTree, StepValues, Any]:
     """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
     rule, plan, tree = inputs.rule, inputs.plan, inputs.tree
     if rule.nonfinite == "zero" and not plan.math.host:
@@ -186,9 +195,13 @@ def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
     if rule.nonfinite == "zero" and plan.math.host:
         tree, measured = _measure_without_nonfinite(inputs, measured)
     norms = measured.norms
-    faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
+    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1. A constant
+    # limit looks at no norm.
+    finite_norms = measured.finite_norms or norms
+    if measured.finite_norms is None and (inputs.constant is None or plan.math.on_device):
+        finite_norms = [n + (n - n) for n in norms]
     if rule.decides:
-        step_finite = plan.math.finite(norms, measured.entries_finite)
+        step_finite = plan.math.finite(norms, measured.entries_finite, finite_norms)
         step_finite = (
             step_finite
             if plan.collectives is None
@@ -196,11 +209,9 @@ def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
         )
     if rule.nonfinite == "raise":
         _raise_if_nonfinite(tree, plan, step_finite)
-    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
-    seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    limits, new, thresholds = _compute_limits(inputs, measured, seen, state)
-    rows = zip(norms, limits, faults, strict=True)
-    factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in rows]
+    limits, new, thresholds = _compute_limits(inputs, measured, finite_norms, state)
+    rows = zip(norms, finite_norms, limits, strict=True)
+    factors = [_compute_factors(inputs, *row, step_finite) for row in rows]
     if rule.stateful:  # NaN never enters a state
         new = _choose_state(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
@@ -211,7 +222,7 @@ def _run_measured(inputs: Inputs, state: Any) -> tuple[Opened, StepValues, Any]:
     return tree, values, new
 
 
-def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
+def _zero_nonfinite(plan: Plan, gradients: OpenedTree) -> OpenedTree:
     """Return gradients with 0 for entries that are not finite."""
     library, arrays = plan.math.library, list(gradients.arrays)
     for number in gradients.leaf_info.present:
@@ -220,7 +231,7 @@ def _zero_nonfinite(plan: Plan, gradients: Opened) -> Opened:
     return gradients._replace(arrays=arrays)
 
 
-def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
+def _measure_without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[OpenedTree, Measured]:
     """Return gradients with 0 for entries that are not finite, and what is measured then.
 
     The host reads whether there are some, and reads the gradients twice only then.
@@ -319,7 +330,7 @@ def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list
     ]
 
 
-def first_state(rule: Choices, tree: Opened, plan: Plan) -> Any:
+def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     """Return the state before the first step."""
     rows = [
         Rows(n, block.labels, absent=block.absent)
@@ -440,9 +451,8 @@ def _check_threshold(plan: Plan, context: Context) -> Any:
     refuse wrong shapes.
     """
     threshold: Any = context.threshold
-    largest = plan.math.largest_norm
     check_shape("threshold", threshold, context.norms)
-    return plan.math.xp.where(threshold > largest, largest, threshold)
+    return plan.math.at_most_largest(threshold)
 
 
 def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
@@ -473,7 +483,7 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
             and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
         )
         if isinstance(value, np.ndarray) or fits:
-            value = xp.where(value > largest, largest, value)
+            value = plan.math.at_most_largest(value)
         else:
             value = xp.clip(value, 0, largest)
     if wrong:
@@ -486,13 +496,16 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
 # What the curve makes of norms and limits.
 
 
-def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: Any) -> Any:
+def _compute_factors(
+    inputs: Inputs, norms: Any, finite_norms: Any, limits: Any, step_finite: Any
+) -> Any:
     """Return the curve's factors: 1 where nothing is limited,
     NaN (or the policy's 0) where either is not finite.
 
-    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0,
-    and NaN where a norm is not finite. A limit equal to the largest number of the norms' dtype
-    limits nothing; a constant number ∞ leaves even NaN alone.
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0.
+    ``finite_norms`` are NaN where a norm is not finite, but may be the norms under a constant
+    limit. A limit equal to the largest number of the norms' dtype limits nothing; a constant number
+    ∞ leaves even NaN alone.
     """
     rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
     xp, backend, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
@@ -501,27 +514,36 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:
         factors = xp.ones_like(norms)
     elif number and limits >= plan.math.largest_norm and not bounded:
-        factors = xp.ones_like(norms) + fault
+        factors = xp.ones_like(norms) + (norms - norms)
     else:
         # A compiler divides by a constant as it multiplies by its reciprocal, which has to be a
         # normal number.
         small = number and 0 < limits <= plan.math.largest_norm / 4
         plain = _divide_by_larger if small else _divide_where_limited
+        smallest = limits
         limits = cast(xp, xp.asarray(limits, dtype=norms.dtype) if number else limits, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = backend.fast_values(plain, _hard)(norms, limits)
-        elif rule.curve is hard and plan.math.on_device and plain is _divide_by_larger:
-            factors = plain(xp, norms, limits)  # in half as many kernels
+        elif plan.math.on_device and small and (rule.curve is hard or bounded):
+            # In half as many kernels as the curve.
+            factors = limits / xp.clip(finite_norms, smallest, None)
+            if bounded:
+                factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
+        elif rule.curve is hard and plan.math.on_device:
+            factors = _divide_where_above(xp, finite_norms, limits)
         else:
-            factors = _ask_curve(rule, plan, norms, limits) + fault
-            if not (number or rule.curve is hard):  # which turns NaN into NaN itself
+            factors = _ask_curve(rule, plan, norms, limits) + (norms - norms)
+            # `hard` propagates NaN. The limits of uniclip are numbers if the norms are.
+            checked = rule.limits_checked and constant is None
+            if not (number or rule.curve is hard or checked):
                 factors = factors + (limits - limits)
     if not rule.zeroes:
         return factors
-    kept = (
-        backend.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
-    )
-    return xp.where(kept, factors, xp.zeros_like(factors))
+    if rule.nonfinite == "skip":
+        kept = backend.to_device_of(norms, step_finite)
+    else:
+        kept = plan.math.each_finite(norms, finite_norms)
+    return xp.where(kept, factors, 0.0)
 
 
 def _hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -543,6 +565,12 @@ def _divide_where_limited(xp: Any, norm: Any, limit: Any) -> Any:
     """
     within = norm <= limit
     return xp.where(within, 1.0, limit) / (xp.where(within, 1.0, norm) + (norm - norm))
+
+
+def _divide_where_above(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the factor of the curve `hard` for norms that are NaN where they are not finite."""
+    within = norm <= limit
+    return xp.where(within, 1.0, limit) / xp.where(within, 1.0, norm)
 
 
 def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
@@ -600,35 +628,38 @@ def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> An
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
-    rule, plan, xp, skipped = inputs.rule, inputs.plan, inputs.plan.math.xp, None
+    rule, plan, xp = inputs.rule, inputs.plan, inputs.plan.math.xp
+    every_row_counts = plan.collectives is None and not any([b.absent for b in plan.blocks])
+    some = factors and not any([0 in factor.shape for factor in factors])
+    if rejects(rule.curve) and every_row_counts and some:
+        # The policy "skip" rejects all norms of a step that is not finite, too.
+        return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
+
+    skipped = None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(step_finite)
-    if rejects(rule.curve):
-        rows, none = [], []
-        unknown = [None] * len(factors)
-        for factor, block, present in zip(
-            factors, plan.blocks, measured.present or unknown, strict=True
-        ):
-            dropped, absent = (
-                xp.equal(factor, xp.zeros_like(factor)),
-                _find_absent(plan, block.absent, present),
-            )
-            none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
-            if absent is not None:
-                dropped = dropped | xp.reshape(
-                    absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1)
-                )
-            rows.append(dropped)
-        flags = [plan.math.all(rows), plan.math.all(none)]
-        all_gone, none_gone = (
-            flags if plan.collectives is None else plan.collectives.true_in_all_shards(flags)
-        )
-        none_left = all_gone & xp.logical_not(none_gone)
-        skipped = none_left if skipped is None else skipped | none_left
-    return skipped
+    if not rejects(rule.curve):
+        return skipped
+    rows, none = [], []
+    unknown = [None] * len(factors)
+    blocks = zip(factors, plan.blocks, measured.present or unknown, strict=True)
+    for factor, block, present in blocks:
+        dropped = xp.equal(factor, 0.0)
+        none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
+        absent = _find_absent(plan, block.absent, present)
+        if absent is not None:
+            shape = tuple(absent.shape) + (1,) * (len(dropped.shape) - 1)
+            dropped = dropped | xp.reshape(absent, shape)
+        rows.append(dropped)
+    flags = [plan.math.all(rows), plan.math.all(none)]
+    if plan.collectives is not None:
+        flags = plan.collectives.true_in_all_shards(flags)
+    all_gone, none_gone = flags
+    none_left = all_gone & xp.logical_not(none_gone)
+    return none_left if skipped is None else skipped | none_left
 
 
-def _raise_if_nonfinite(tree: Opened, plan: Plan, finite: Any) -> None:
+def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (

@@ -7,10 +7,10 @@ backend. Another one:
 
 - *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
   they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`,
-  `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`,
+  `from_host`, `to_host`, `to_device_of`, `arange`; whether derivatives are recorded: `detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`;
-- *may* be faster, and change arrays in place: `fast_path`, `fast_path_reads`, `sums`, `pieces`,
-  `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several
+- *may* be faster, and change arrays in place: `fast_path`, `fast_path_reads`, `sums`, `norms`,
+  `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several
   processes: `reducer`, `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
@@ -87,9 +87,8 @@ class LeafInfo:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
-        self.dtype = norm_dtype(
-            backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
-        )
+        floats = [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
+        self.dtype = norm_dtype(backend.xp, floats)
         """The dtype of their norms: float32, or the widest real one.
 
         Norms lie with the first leaf, whose device may have no float64 though that of others has.
@@ -100,6 +99,9 @@ class LeafInfo:
         """Whether all of their squares fit into float64."""
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
+        largest = [float(backend.xp.finfo(norm_dtype(backend.xp, [x])).max) for x in floats]
+        self.largest_factor = min([math.inf, *largest])
+        """The largest factor that all of them can be multiplied by."""
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""
@@ -448,6 +450,10 @@ class Backend:
         """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
         return array
 
+    def arange(self, count: int, dtype: Any, like: Array) -> Array:
+        """Return the numbers from 0 to below ``count`` on the device of ``like``."""
+        return self.to_device_of(like, self.xp.arange(count, dtype=dtype))
+
     def detach(self, array: Array) -> Array:
         """Return an array to keep, detached from its computation,
         where a library without a file can do that.
@@ -500,6 +506,15 @@ class Backend:
         only if all are.
         """
         return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
+
+    def norms(self, terms: Terms, dtype: Any) -> tuple[list[Array], list[Array]] | None:
+        """Return the Euclidean norms of each block in a dtype, and the same with NaN where they are
+        not finite.
+
+        It is asked in the mode `LIBRARY` where squares cannot leave the range of their sums.
+        ``None`` where `sums` and operations on what they return are as fast.
+        """
+        return None
 
     def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
         """Split a large array, which avoids a wide copy of all of it.

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from uniclip._core.apply import keep_leaves
 from uniclip._core.step import run_general_step
 from uniclip._core.tree import flatten, open_tree
 from uniclip._errors import check, real, summarize, whole
@@ -461,7 +460,7 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     """
     rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
     tree = open_tree(grads)
-    result = run_general_step(rule, tree, NoState(), Step(), rule.constant, apply=keep_leaves)
+    result = run_general_step(rule, tree, NoState(), Step(), rule.constant, apply=None)
     plan = result.values.plan
     rows = flatten(result.norms()).leaves
     if not rows:

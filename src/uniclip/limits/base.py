@@ -204,6 +204,13 @@ class Context:
         array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
         return self._backend.to_device_of(self.norms, array)
 
+    def arange(self, count: int, dtype: Any = None) -> Array:
+        """Return the numbers from 0 to below ``count`` as a vector on the device of the norms,
+        in their dtype unless ``dtype`` is given.
+        """
+        dtype = self.norms.dtype if dtype is None else dtype
+        return self._backend.arange(count, dtype, self.norms)
+
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""
         block, rows = self._blocks[self._number], slice(number, number + 1)

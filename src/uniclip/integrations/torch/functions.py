@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from uniclip._core.apply import keep_leaves
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.fast_path import run_fast_path
 from uniclip._core.step import run_step
@@ -270,7 +269,7 @@ def get_total_norm(
 
     step = Step(all_reduce=all_reduce, shared=shared)
     with torch.no_grad():
-        result = run_step(rule, values, NOTHING, step, math.inf, apply=keep_leaves)
+        result = run_step(rule, values, NOTHING, step, math.inf, apply=None)
         norm: torch.Tensor = result.norms()
     return norm
 
@@ -442,7 +441,7 @@ def _limit(name: str, limit: Any, hint: str = LIMIT) -> Any:
     return nonnegative(name, limit, hint)
 
 
-def _total_norm(norm: float | Array) -> Any:
+def _total_norm(norm: Any) -> Any:
     """Return the norm that was passed, which may be NaN."""
     if isinstance(norm, torch.Tensor):
         if is_dtensor(norm):

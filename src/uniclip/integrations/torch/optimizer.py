@@ -820,7 +820,7 @@ class Attached:
         numbers = run_fast_path(rule, BACKEND, grads, rule.constant, _IN_PLACE)
         if numbers is None:
             return False
-        self._clipper.hold_report(report_fast_path(rule, BACKEND, numbers))
+        self._clipper.hold_report(report_fast_path(BACKEND, numbers))
         return True
 
     def _run_closure(self, closure: Callable[[], Loss], loss: Loss) -> Loss:
