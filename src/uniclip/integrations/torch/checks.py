@@ -17,7 +17,13 @@ from uniclip._types import Path
 from uniclip.compose import AnyRule, Masked, rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
-from uniclip.integrations.torch.stepped import Stepped, find_stepped, has_hooks, is_optimizer
+from uniclip.integrations.torch.stepped import (
+    Stepped,
+    find_stepped,
+    has_hooks,
+    is_optimizer,
+    params_in,
+)
 from uniclip.limits import Ema, PercentileOfAll, Split
 from uniclip.rule import BaseRule
 
@@ -94,6 +100,7 @@ def stepped_by(optimizer: Optimizer, rule: AnyRule) -> Stepped:
     """
     _raise_if_no_optimizer(optimizer, rule)
 
+    # A class that has not called the __init__ of PyTorch's has no groups and no hooks.
     stepped = find_stepped(optimizer)
     outer = type(stepped.outer)
     if not stepped.inner and not hasattr(stepped.outer, "param_groups"):
@@ -112,6 +119,7 @@ def stepped_by(optimizer: Optimizer, rule: AnyRule) -> Stepped:
             )
             raise TypeError(msg)
 
+    # The new step is an attribute of the object, and its rule is found by a weak reference.
     if not hasattr(stepped.outer, "__dict__") or not outer.__weakrefoffset__:
         msg = (
             f"{outer.__qualname__} has slots, so uniclip can't replace its step by one that "
@@ -164,8 +172,8 @@ def names_in(model: torch.nn.Module, optimizer: Optimizer) -> torch.nn.Module | 
     """Return a trainer's model to take names from, ``None`` if it has no parameter of the
     optimizer.
     """
-    ids = {id(p) for p in model.parameters()}
-    for group in optimizer.param_groups:
-        if any(id(p) in ids for p in group["params"]):
+    ids = set(map(id, model.parameters()))
+    for p in params_in(optimizer.param_groups):
+        if id(p) in ids:
             return model
     return None

@@ -165,6 +165,8 @@ def _clip_tensors(
 
     _check_have_grads(tensors)
     grads = grads_of(tensors)
+
+    # Other processes wait for this one, also if it has no gradient.
     step = _IN_PLACE
     if all_reduce is not None or shared is not None:
         # The parameter of an absent gradient has the shape of what other processes reduce.
@@ -256,6 +258,7 @@ def get_total_norm(
     >>> get_total_norm([torch.tensor([3.0, 4.0]), None, torch.tensor([[12.0]])])
     tensor(13.)
     """
+    # These may be gradients, so it is not checked whether they can have one.
     leaves = _tensors(tensors, "tensors", absent=True)
     rule = _rule(norm_type, error_if_nonfinite)
     check_shards(leaves, "tensors", rule, all_reduce)
@@ -340,7 +343,7 @@ def grads_of(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """
     grads = [tensor.grad for tensor in tensors]
     if any([grad is None for grad in grads]):
-        return [grad_of(tensor) for tensor in tensors]
+        return list(map(grad_of, tensors))
     return grads
 
 
@@ -348,7 +351,7 @@ def _check_have_grads(tensors: list[torch.Tensor]) -> None:
     """Raise if no tensor can have a gradient: these are probably the gradients themselves."""
     if not tensors or type(tensors[0]) is torch.nn.Parameter:
         return
-    if any(_can_have_grad(tensor) for tensor in tensors):
+    if any(map(_can_have_grad, tensors)):
         return
     msg = (
         "parameters holds tensors that can have no gradient; pass the parameters, as in "

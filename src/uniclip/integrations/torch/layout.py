@@ -24,7 +24,7 @@ from uniclip.integrations.torch.checks import Optimizer, stepped_by
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
-from uniclip.integrations.torch.stepped import ParamGroup
+from uniclip.integrations.torch.stepped import ParamGroup, params_in
 from uniclip.report import Report
 from uniclip.rule import BaseRule
 
@@ -103,6 +103,7 @@ class LayoutCheck:
         verdict = "as" if self.ok else "NOT as"
         lines = [f"{self.rule}: {verdict} in one process"]
 
+        # A rule with several norms has too many to list.
         if self.norm is not None:
             lines.append(f"one process: norm {self.norm:.6g}")
             by_rank = []
@@ -226,7 +227,7 @@ def check_layout(
 
 def _with_names(groups: list[ParamGroup], names: Names) -> list[ParamGroup]:
     """Return groups with the names of their parameters; the optimizer's names come first."""
-    by_param = names_of(names, [p for group in groups for p in group["params"]])
+    by_param = names_of(names, params_in(groups))
     named = []
     for group in groups:
         keys = [by_param.get(p, number) for number, p in enumerate(group["params"])]
@@ -298,6 +299,7 @@ def _take_attached_step(
     groups: list[ParamGroup], rule: BaseRule, all_reduce: AllReduce | None, shared: Shared | None
 ) -> tuple[Numbers, str | None]:
     """Return what `attach` finds on copies of the gradients, and the error that it raises."""
+    # The step clips the gradients of these in place, and changes nothing else.
     copies = [group | {"params": list(map(_copy, group["params"]))} for group in groups]
     optimizer = _NoStep(copies, {})
     handle, error = _try(lambda: attach(optimizer, rule, all_reduce, shared))
@@ -336,6 +338,7 @@ def _on_first_process(own: T, make: Callable[[list[T]], R]) -> R:
     if not several():
         return make([own])
 
+    # The first one alone needs the memory for what all of them have.
     is_first = torch.distributed.get_rank() == 0
     gathered: list[T] | None = None
     if is_first:
@@ -366,6 +369,7 @@ def _compare(findings: list[_Finding], rule: BaseRule) -> LayoutCheck | None:
     if error is not None:
         problems.append(f"in one process: {error}")
 
+    # Of a run with many processes the first few problems tell enough.
     errors = []
     differing = []
     for rank, finding in enumerate(findings):
@@ -392,6 +396,7 @@ def _merge(leaves: list[_Leaf], rule: BaseRule) -> list[_Leaf]:
         key = (leaf.path, leaf.param.shape, leaf.param.numpy().tobytes())
         replicas.setdefault(key, []).append(leaf)
 
+    # What differs under one name are shards of one leaf.
     shards: dict[Path, list[_Leaf]] = {}
     for same in replicas.values():
         # Gradients of replicas differ if nothing has averaged them yet.
@@ -430,6 +435,7 @@ def _differences(numbers: Numbers, in_one_process: Numbers) -> Iterator[str]:
         if torch.allclose(here, there, rtol=1e-5, atol=0, equal_nan=True):
             continue
 
+        # A difference of NaN is the worst one.
         worst = (here - there).abs().nan_to_num(torch.inf).argmax()
         found = here.flatten()[worst].item()
         wanted = there.flatten()[worst].item()

@@ -58,6 +58,7 @@ from uniclip.integrations.torch.stepped import (
     has_hooks,
     parameter_ids,
     parameters_of,
+    params_in,
 )
 from uniclip.report import Report
 from uniclip.rule import BaseRule, Rule
@@ -66,8 +67,8 @@ from uniclip.saved import labels_of, renamed, shown
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-Loss: TypeAlias = "torch.Tensor | float | None"
-"""A loss, as a closure returns it."""
+ClosureLoss: TypeAlias = "torch.Tensor | float | None"
+"""A loss as a closure returns it, or as it was set on the handle."""
 
 Names: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]]"
 """The names of parameters: a module, or pairs as of its ``named_parameters()``."""
@@ -228,7 +229,7 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
         )
         raise ValueError(msg)
 
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     check_shards(params, "optimizer", rule, all_reduce)
     names_by_param = names_of(names, params)
     if all_reduce is not None:
@@ -237,6 +238,7 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
         raise_if_unnamed(rule, groups, names_by_param)
     check_record(record, all_reduce)
 
+    # Only PyTorch's own state_dict runs the hooks that add the state of the rule.
     single = not stepped.inner and has_hooks(stepped.outer)
     if rule.stateful and not single and not stepped.saves_state():
         msg = (
@@ -301,6 +303,7 @@ class Attached:
 
         self._init_step_fields()
         self._init_params(names)
+        # A state may be loaded before the first step, and is checked against this one.
         self._init_state()
         if self.record is not None:
             self.record.holder = ref(self)
@@ -359,11 +362,12 @@ class Attached:
         """The parameters, weakly, by the paths of their state; also those that are gone."""
         self._update_params()
 
+        # If there are names of other parameters, too, a mask or a label may be meant for those.
         params = self._params()
-        paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
-        # If there are names of other parameters, a mask or a label may be meant for those.
         if len(self._names) > len(params):
-            params, paths = [], []
+            check_masks_and_labels(self.rule, [], [])
+            return
+        paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
         check_masks_and_labels(self.rule, paths, [p.detach() for p in params])
 
     def _init_state(self) -> None:
@@ -384,9 +388,11 @@ class Attached:
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
 
+        # One inside may be stepped by itself, which nothing else would notice.
         for inner in self._stepped.inner:
             self._hooks.append(inner.register_step_pre_hook(self._before_inner_step))
 
+        # A wrapper may move the parameters without a step inside, as SAM does.
         for wrapper in filter(has_hooks, self._stepped.wrappers):
             self._hooks += [
                 wrapper.register_step_pre_hook(self._before_wrapper_step),
@@ -565,6 +571,7 @@ class Attached:
 
     def _after_save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Add the state of the rule to that of the optimizer."""
+        # A run that resumes from this checkpoint finds the steps before it in the file.
         if self.record is not None:
             self.record.flush()
         if self.rule.stateful:
@@ -609,6 +616,7 @@ class Attached:
         # The previous step may have failed.
         self._end_step()
         self._inner_stepped = set()
+        # A dummy step has no gradients to clip, and is not a step of the rule.
         no_closure = "closure" in kwargs and closure is None
         if no_closure and self._only_makes_state(self._stepped.groups()):
             return None
@@ -623,8 +631,8 @@ class Attached:
 
     def _clip_in_closure(
         self,
-        closure: Callable[[], Loss],
-        loss: Loss,
+        closure: Callable[[], ClosureLoss],
+        loss: ClosureLoss,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Changed:
@@ -665,6 +673,7 @@ class Attached:
             self._warn_of_missing_state()
         self._state_is_missing = False
 
+        # GradScaler passes itself to optimizers that divide the gradients in their step.
         if "grad_scaler" in kwargs:
             msg = (
                 f"{type(self.optimizer).__name__} unscales inside its step; clip manually after "
@@ -775,7 +784,7 @@ class Attached:
             if rate is None or float(rate) != 0:
                 return False
 
-        params = [p for group in groups for p in group["params"]]
+        params = params_in(groups)
         # A norm of NaN is not 0 either.
         has_gradients = bool(get_total_norm([p.grad for p in params]) != 0)
         lacks_one = any([p.grad is None and p.requires_grad for p in params])
@@ -823,7 +832,7 @@ class Attached:
         self._clipper.hold_report(report_fast_path(BACKEND, numbers))
         return True
 
-    def _run_closure(self, closure: Callable[[], Loss], loss: Loss) -> Loss:
+    def _run_closure(self, closure: Callable[[], ClosureLoss], loss: ClosureLoss) -> ClosureLoss:
         """Run the closure of a step, clip its gradients, and return its loss."""
         # An optimizer may run it again after a skip.
         self._undo_skip()
@@ -835,7 +844,7 @@ class Attached:
         return closure_loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _clip(self, loss: Loss, result: Loss = None) -> None:
+    def _clip(self, loss: ClosureLoss, result: ClosureLoss = None) -> None:
         """Gather the gradients, agree with other processes, and clip.
 
         ``result`` is what a skipped step returns.
@@ -900,18 +909,19 @@ class Attached:
             grad.div_(scale.to(grad.device))
 
     def _skip_step_if(
-        self, skipped: torch.Tensor, found_inf: torch.Tensor | None, result: Loss
+        self, skipped: torch.Tensor, found_inf: torch.Tensor | None, result: ClosureLoss
     ) -> None:
         """Skip a step if the rule demands it: in fused kernels by a flag, which the host need not
         read.
         """
         optimizers = self._stepped.optimizers
-        fused = all([_skips_by_flag(optimizer) for optimizer in optimizers])
+        fused = all(map(_skips_by_flag, optimizers))
         if not fused or BACKEND.readable(skipped):
             if bool(skipped):
                 self._skip_step(result)
             return
 
+        # The kernel reads the flag where it runs, so the host waits for nothing.
         flag = skipped.to(torch.float32)
         if found_inf is not None:
             flag = torch.maximum(flag, found_inf.to(flag.device))
@@ -921,7 +931,7 @@ class Attached:
                 self._flagged.append(optimizer)
             optimizer.found_inf = flag
 
-    def _skip_step(self, result: Loss) -> None:
+    def _skip_step(self, result: ClosureLoss) -> None:
         """Stop the step if it has changed nothing yet, else hide the gradients from the rest of it.
 
         Hidden gradients are not enough in an optimizer that takes an absent gradient for zeros, as
@@ -990,11 +1000,11 @@ class Attached:
         stepped = [optimizer for optimizer in self._stepped.inner if id(optimizer) in ids]
         stepped_params = parameter_ids(stepped)
         for optimizer in self._stepped.inner:
-            grads = [p.grad for p in parameters_of(optimizer) if id(p) not in stepped_params]
-            if all([grad is None for grad in grads]):
-                continue
+            left = [p for p in parameters_of(optimizer) if id(p) not in stepped_params]
+            grads = [p.grad for p in left if p.grad is not None]
+
             # Gradients of zeros are what `zero_grad(set_to_none=False)` leaves.
-            if bool(get_total_norm(grads) == 0):
+            if not grads or bool(get_total_norm(grads) == 0):
                 continue
             msg = (
                 f"{type(self.optimizer).__qualname__} took a step without the "
@@ -1046,6 +1056,7 @@ class Attached:
         if unchanged or not params:
             return params
 
+        # References are weak, so that a parameter that is deleted is freed.
         self._name_params(groups)
         self._params_here = list(map(ref, params))
         new_paths = self._update_paths(params)
@@ -1073,6 +1084,7 @@ class Attached:
                 if id(p) not in named_before:
                     self._names[p] = name
 
+            # Two leaves of one name would be one leaf of the tree.
             keys = [self._names.get(p, number) for number, p in enumerate(params)]
             if len(set(keys)) < len(keys):
                 keys = list(range(len(keys)))

@@ -78,6 +78,7 @@ def raise_if_unnamed(
     """Raise if norms of parameters without names would be reduced over processes, in which other
     parameters have the same numbers.
     """
+    # Norms of groups are matched by the labels of these.
     if all(inner.scope.label is not None for inner in rules_with_norms(rule)):
         return
 

@@ -58,7 +58,7 @@ class Stepped:
 
     def has_changed(self) -> bool:
         """Return whether there is an optimizer inside that was not there before."""
-        ids_before = {id(optimizer) for optimizer in self._all_inside}
+        ids_before = set(map(id, self._all_inside))
         for optimizer in _all_optimizers_inside(self.outer, set()):
             if has_hooks(optimizer) and id(optimizer) not in ids_before:
                 return True
@@ -111,6 +111,11 @@ def _without(seen: set[int], group: ParamGroup) -> ParamGroup:
     if names is not None:
         rest["param_names"] = new_names
     return rest
+
+
+def params_in(groups: list[ParamGroup]) -> list[torch.Tensor]:
+    """Return the parameters of some groups."""
+    return [p for group in groups for p in group["params"]]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -203,6 +208,7 @@ def _resolve(outer: torch.optim.Optimizer, around: set[int]) -> Stepped:
     if _is_of_pytorch(outer) and inner_params <= outer_params:
         return Stepped(outer, [])
 
+    # What has other parameters, too, or several optimizers, is stepped as one with them.
     stands_for_one = not hasattr(outer, "param_groups") or outer_params == inner_params
     if len(found) != 1 or not stands_for_one:
         return Stepped(outer, inner)
@@ -261,6 +267,7 @@ def _attributes_of(outer: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes of an object itself, in its ``__dict__`` and its slots."""
     yield from getattr(outer, "__dict__", {}).items()
 
+    # A class and its bases each name their own slots.
     for base in type(outer).__mro__:
         slots = vars(base).get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
@@ -308,6 +315,7 @@ def _is_optimizer_inside(attribute: object) -> bool:
     if isinstance(attribute, (type, torch.nn.Module)):
         return False
 
+    # A scheduler has a step as well, but no groups.
     kind = type(attribute)
     if not callable(getattr(kind, "step", None)):
         return False
