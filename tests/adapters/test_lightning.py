@@ -306,7 +306,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another rule"):
         run("after.ckpt", rule=uc.zclip())
     fit(Module(), BATCHES).save_checkpoint(tmp_path / "without.ckpt")
-    with pytest.warns(UserWarning, match="no state of"):
+    with pytest.warns(UserWarning, match="no saved state of"):
         run("without.ckpt")
 
 
@@ -331,7 +331,7 @@ def test_fit_again() -> None:
     broken = Batch(BATCHES[0].ids, BATCHES[0].targets[:3])
     with pytest.raises(RuntimeError):
         fit(module, [*BATCHES[:2], broken], callback)
-    with pytest.warns(UserWarning, match="no state of"):  # the handle that has learned is gone
+    with pytest.warns(UserWarning, match="no saved state of"):  # the handle that has learned is gone
         fit(module, BATCHES[:3], callback)
     for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback)), callback):
         fit(Module(), BATCHES[:4], other)
@@ -344,7 +344,7 @@ def test_fit_again() -> None:
 @pytest.mark.parametrize(
     "rule", [uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")]
 )
-@pytest.mark.filterwarnings("ignore:.*may leave out what")
+@pytest.mark.filterwarnings("ignore:.*may leave out the state")
 def test_several_optimizers_as_one(rule: Any) -> None:
     """They have one norm, and a step that is skipped is taken by none of them."""
     module = Module(partial(joint, kind=Combined))

@@ -281,7 +281,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=again)
     trainer.train()  # the optimizer is free again
     train(tmp_path / "without", BATCHES[:3], **saved)
-    with pytest.warns(UserWarning, match="no state of"):
+    with pytest.warns(UserWarning, match="no saved state of"):
         train(
             tmp_path,
             BATCHES[3:6],
