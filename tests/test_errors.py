@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -536,7 +537,8 @@ def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
     w, b = framework.array([3.0, 4.0]), framework.array([1.0])
     for tree in [[w, b], (w, [b]), *([{"body": w, "tail": b}] if "none" in name else [])]:
         with pytest.raises(
-            ValueError, match=r"(where|label)\) says (True|False) of all 2 leaves(.|\n)*names=model"
+            ValueError,
+            match=r"(where|label)\) returned (True|False) for all 2 leaves(.|\n)*names=model",
         ):
             rule.update(tree, rule.init(tree))
     # Another step may have the other leaves, and a single leaf needs no distinction.
@@ -546,18 +548,27 @@ def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
 
 @pytest.mark.needs("numpy")
 def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
-    """Masks may treat all leaves alike if that is intended.
+    """One answer for all leaves is fine if it is intended.
 
     Constant masks do, and so may those that look at leaves, at keys of the path, or at all names.
     """
     grads = [np.asarray([3.0, 4.0]), np.asarray([1.0])]
     for where in (
-        lambda path, leaf: True,
-        lambda path, leaf: False,
         lambda path, leaf: leaf.ndim == 1,
+        lambda path, leaf: leaf.shape[0] > 9,
+        partial(lambda answer, path, leaf: answer, False),
+        partial(lambda answer, path, leaf: answer, True),
     ):
         uc.clip(grads, uc.masked(uc.by_global_norm(1.0), where))
         uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(where)))
+    # A constant, or a name with a shape, is no different from a name that no leaf has.
+    for where in (
+        lambda path, leaf: False,
+        lambda path, leaf: leaf.ndim == 1 and path[-1] == "head",
+    ):
+        for tree in (grads, dict(zip("ab", grads, strict=True))):
+            with pytest.raises(ValueError, match="returned False for all 2 leaves"):
+                uc.clip(tree, uc.masked(uc.by_global_norm(1.0), where))
     uc.clip(
         {"encoder": grads},
         uc.by_group_norm({"encoder": 1.0, "decoder": 2.0}, lambda path, leaf: path[0]),

@@ -191,7 +191,9 @@ class Masked(BaseRule):
         if alone and is_new(self):
             with (backend_of(next(iter(leaves), None)) or DEFAULT).computation_context():
                 answers = [leaf is not None for leaf in chosen]
-                check_answers_differ("masked(rule, where)", self.where, spec.paths(), answers)
+                check_answers_differ(
+                    "masked(rule, where)", self.where, spec.paths(), leaves, answers
+                )
             self.tells_apart.append(True)
         if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()

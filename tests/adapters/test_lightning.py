@@ -298,7 +298,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a different rule"):
         run("after.ckpt", rule=uc.zclip())
     fit(Module(), BATCHES).save_checkpoint(tmp_path / "without.ckpt")
-    with pytest.warns(UserWarning, match="no state of"):
+    with pytest.warns(UserWarning, match="no saved state of"):
         run("without.ckpt")
 
 
@@ -324,7 +324,7 @@ def test_fit_again() -> None:
     with pytest.raises(RuntimeError):
         fit(module, [*BATCHES[:2], broken], callback)
     # The adapted handle no longer exists.
-    with pytest.warns(UserWarning, match="no state of"):
+    with pytest.warns(UserWarning, match="no saved state of"):
         fit(module, BATCHES[:3], callback)
     for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback)), callback):
         fit(Module(), BATCHES[:4], other)
@@ -337,7 +337,7 @@ def test_fit_again() -> None:
 @pytest.mark.parametrize(
     "rule", [uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")]
 )
-@pytest.mark.filterwarnings("ignore:.*may leave out what")
+@pytest.mark.filterwarnings("ignore:.*may leave out the state")
 def test_several_optimizers_as_one(rule: Any) -> None:
     """Optimizers stepped as one share a norm, and skip a step together."""
     module = Module(partial(joint, kind=Combined))

@@ -278,7 +278,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     # The optimizer can be attached to again.
     trainer.train()
     train(tmp_path / "without", BATCHES[:3], **saved)
-    with pytest.warns(UserWarning, match="no state of"):
+    with pytest.warns(UserWarning, match="no saved state of"):
         train(
             tmp_path,
             BATCHES[3:6],

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from numbers import Number
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,6 +43,9 @@ MAX_STACKED_NORMS = 2**16
 """The largest number of norms with kept axes that are stacked into one array."""
 MIN_ENTRIES_PER_NORM = 8
 """How many entries each norm must have on average for all norms to be copied into one vector."""
+
+_FAILURES = AttributeError, LookupError, TypeError, ValueError
+"""The errors of a function of (path, leaf) that gets ``None`` for what it looks at."""
 
 
 class RuleCache:
@@ -352,11 +356,16 @@ def _check_labels(
     rule: Choices, tree: OpenedTree, members: Groups, reduction: Reduction | None
 ) -> None:
     """Raise if a label looks for names that the leaves do not have, the first time it is used."""
-    labelled = rule.scope.label not in {None, everything}
+    label = rule.scope.label
+    if label is None or label is everything or not is_new(rule):
+        return
+
+    # Other processes or steps may have the rest.
     complete = reduction is None and len(tree.leaf_info.present) == len(tree.leaves)
-    if labelled and complete and is_new(rule):
-        answers = [label for label, numbers in members.items() for _ in numbers]
-        check_answers_differ("scopes.groups(label)", rule.scope.label, tree.paths(), answers)
+    if complete:
+        answers = [answer for answer, numbers in members.items() for _ in numbers]
+        what = "scopes.groups(label)"
+        check_answers_differ(what, label, tree.paths(), tree.leaves, answers)
         rule.tells_apart.append(True)
 
 
@@ -487,59 +496,76 @@ def _add_collectives(
         tree.backend.replicas(arrays, None, None, lambda n: tree.place(present[n]))
 
 
-def is_new(holder: Any) -> bool:
-    """Whether a rule with a mask or a label has met no tree yet;
-    in code that is compiled nothing is asked.
+def is_new(rule: Any) -> bool:
+    """Return whether a rule with a mask or a label has met no tree yet.
+
+    Compiled code checks nothing.
     """
-    return not (holder.tells_apart or compiling())
+    return not (rule.tells_apart or compiling())
 
 
-def check_answers_differ(what: str, function: Any, paths: list[Path], answers: list[Any]) -> None:
-    """Refuse a mask or a label that looks for names where leaves have numbers, or takes none:
-    they have other names.
+def check_answers_differ(  # noqa: PLR0913 - a function, and what it was called with
+    what: str,
+    function: Callable[..., Any],
+    paths: list[Path],
+    leaves: Sequence[Any],
+    answers: list[Any],
+    *,
+    by_leaf: bool = True,
+) -> None:
+    """Raise if a mask or a label returned the same for several leaves because it looks for names
+    that they do not have.
 
-    It says the same of all leaves then. All leaves that have names may be meant, and so may a label
-    that is a key.
+    All leaves that have names may be meant, and so may a label that is a key of the path. With
+    ``by_leaf`` a function may also decide by the leaf alone.
 
     Raises
     ------
     ValueError
-        If there are several leaves.
+        If it did.
     """
-    answer = answers[0] if len(answers) > 1 and len(set(answers)) == 1 else None
-    numbered = all([isinstance(path[-1], int) for path in paths if path])
-    fine = (
-        answer is None
-        or not (numbered or answer is False)
-        or (not isinstance(answer, bool) and answer in paths[0])
-    )
-    if fine or not _reads_path(function):
+    if len(answers) < 2 or len(set(answers)) > 1:
         return
+    answer = answers[0]
+    numbered = all([isinstance(path[-1], int) for path in paths if path])
+    if not numbered and answer is not False:
+        return
+    if not isinstance(answer, bool) and answer in paths[0]:
+        return
+    if by_leaf and _decides_by_leaf(function, paths, leaves):
+        return
+
     msg = (
-        f"{what} says {summarize(answer)} of all {len(answers)} leaves, whose paths are like "
-        f"{summarize(paths[0])}: look for these names. Parameters of PyTorch's optimizers have "
-        "numbers unless they get names, by attach(optimizer, rule, names=model). If all are "
-        "meant, give a function that does not look at the path"
+        f"{what} returned {summarize(answer)} for all {len(answers)} leaves, so it probably looks "
+        f"for names that they don't have; look for keys of their paths, such as "
+        f"{summarize(paths[0])}, or give the leaves names (a PyTorch optimizer gets them by "
+        "attach(optimizer, rule, names=model)). If the answer is intended, leave the mask or the "
+        "label out"
     )
     raise ValueError(msg)
 
 
-def _reads_path(function: Any) -> bool:
-    """Whether a Python function of (path, leaf) uses its path.
+def _decides_by_leaf(
+    function: Callable[..., Any], paths: list[Path], leaves: Sequence[Any]
+) -> bool:
+    """Return whether a function of (path, leaf) works without the paths, but not without the
+    leaves.
 
-    False for a ``partial`` and for what is no function.
+    An object that is called, such as a ``partial``, is taken at its word.
     """
-    code = getattr(function, "__code__", None)
-    if code is None:
+    if not isinstance(function, (FunctionType, MethodType)):
+        return True
+    try:
+        for leaf in leaves:
+            function(None, leaf)
+    except _FAILURES:
         return False
-    import dis  # noqa: PLC0415 - few rules have functions
-
-    path = code.co_varnames[hasattr(function, "__self__") :][:1]
-    used = [
-        instruction.argval if isinstance(instruction.argval, tuple) else [instruction.argval]
-        for instruction in dis.get_instructions(code)
-    ]
-    return any([name in names for names in used for name in path])
+    try:
+        for path in paths:
+            function(path, None)
+    except _FAILURES:
+        return True
+    return False
 
 
 def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Label:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from uniclip._core.plan import check_answers_differ
 from uniclip._errors import check, summarize
 from uniclip._types import Path
 from uniclip.compose import AnyRule, Masked, as_rule, rules_with_norms, walk_rules
@@ -67,24 +66,6 @@ def _clips_examples(rule: Rule) -> bool:
         return True
     # uniclip.by_example_layer_norm divides one limit over the layers of each example.
     return rule.scope == each_row and isinstance(rule.limit, Split)
-
-
-def check_answers_differ_in(rule: BaseRule, paths: list[Path], leaves: Sequence[object]) -> None:
-    """Raise if a mask or a label function inside a rule gives one answer for all leaves.
-
-    See `check_answers_differ`. The rule does not repeat the check: a step may have gradients for
-    only some of the leaves.
-    """
-    for inner, function in masks_and_labels(rule):
-        answers = [function(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-
-        if isinstance(inner, Masked):
-            selected = [bool(answer) for answer in answers]
-            check_answers_differ("masked(rule, where)", function, paths, selected)
-        else:
-            check_answers_differ("scopes.groups(label)", function, paths, answers)
-
-        inner.tells_apart.append(True)
 
 
 def masks_and_labels(

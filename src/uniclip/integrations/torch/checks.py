@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Checks of what a rule can be attached to."""
+"""Check an optimizer, and the functions in a rule, before the rule is attached.
+
+Checks of a single step are in `optimizer`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,21 @@ from typing import Any, Protocol
 
 import torch
 
-from uniclip.compose import rules_with_norms
+from uniclip._core.plan import check_answers_differ
+from uniclip._errors import summarize
+from uniclip._types import Path
+from uniclip.compose import AnyRule, Masked, rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
-from uniclip.integrations.torch.stepped import Stepped, find_stepped, has_hooks, is_optimizer
+from uniclip.integrations.torch.stepped import (
+    Stepped,
+    find_stepped,
+    has_hooks,
+    is_optimizer,
+    params_in,
+)
 from uniclip.limits import Ema, PercentileOfAll, Split
+from uniclip.rule import BaseRule
 
 
 class Optimizer(Protocol):
@@ -26,160 +39,141 @@ class Optimizer(Protocol):
 
     @property
     def step(self) -> Callable[..., Any]:
-        """What takes a step."""
+        """The function that takes a step."""
 
 
-class Unnamed(int):
-    """The number of a parameter that has no name: a function that makes text of it,
-    or looks it up, fails.
-    """
+def check_masks_and_labels(rule: BaseRule, paths: list[Path], leaves: list[torch.Tensor]) -> None:
+    """Raise if a mask or a label inside of a rule fails, or returns the same for all parameters.
 
-    def __repr__(self, *_: Any) -> str:
-        """Refuse to be a text."""
-        raise TypeError(_NO_NAME)
-
-    __format__ = __repr__
-
-    def __hash__(self) -> int:
-        """Refuse to be looked up."""
-        raise TypeError(_NO_NAME)
-
-    def __eq__(self, other: object) -> bool:
-        """Compare numbers; refuse a text."""
-        if isinstance(other, str):
-            raise TypeError(_NO_NAME)
-        return int(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        """Compare numbers; refuse a text."""
-        return not self == other
-
-
-_NO_NAME = "a parameter has a number in the place of a name, which is no text"
-_OTHERS = 1009, 20011
-"""What is added to numbers, to see whether a function tells them apart."""
-
-
-def check_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
-    """Refuse a mask or a label inside of a rule that looks for names, where paths end with numbers.
-
-    It does if it makes text of a number, or looks it up, and any other number would do as well.
+    Parameters without names have paths of numbers, in which a function finds no name. The rule
+    checks no more later: at a step there may be only some of the leaves.
 
     Raises
     ------
     TypeError
-        If it does.
+        If a function fails.
+    ValueError
+        See `uniclip._core.plan.check_answers_differ`.
     """
-    for _, function in masks_and_labels(rule):
-        if _asks_for_names(function, paths, leaves) and not _tells_numbers_apart(
-            function, paths, leaves
-        ):
-            raise TypeError(_NO_NAME)
+    # A function that looks at the leaf, too, may still look for a name that is not there.
+    named = not all(isinstance(name, int) for _, name in paths)
 
-
-def _asks_for_names(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
-    """Whether a function of a path makes text of a number, or looks it up."""
-    try:
-        for (number, key), leaf in zip(paths, leaves, strict=True):
-            function((number, Unnamed(key)), leaf)
-    except TypeError as error:
-        return str(error) == _NO_NAME
-    return False
-
-
-def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
-    """Whether a function of a path says something else of other numbers."""
-    try:
+    for inner, function in masks_and_labels(rule):
         answers = [
-            [
-                function((number, key + more), leaf)
-                for (number, key), leaf in zip(paths, leaves, strict=True)
-            ]
-            for more in (0, *_OTHERS)
+            _call_on_path(rule, function, path, leaf)
+            for path, leaf in zip(paths, leaves, strict=True)
         ]
-    except LookupError:  # a table of the numbers that there are
-        return True
-    return any([one != answers[0] for one in answers])
+
+        what = "scopes.groups(label)"
+        if isinstance(inner, Masked):
+            what = "masked(rule, where)"
+            answers = [bool(answer) for answer in answers]
+        check_answers_differ(what, function, paths, leaves, answers, by_leaf=named)
+        inner.tells_apart.append(True)
 
 
-def stepped_by(optimizer: Any, rule: Any) -> Stepped:
-    """Return what is stepped where a rule is attached to ``optimizer``.
+def _call_on_path(
+    rule: BaseRule, function: Callable[[Path, Any], Any], path: Path, leaf: torch.Tensor
+) -> Any:
+    """Return what a mask or a label returns, and show the path if it fails."""
+    try:
+        return function(path, leaf)
+    except (AttributeError, LookupError, TypeError) as error:
+        keys, fix = "group and name", ""
+        if isinstance(path[1], int):
+            keys = "group and number"
+            fix = "; if it looks for names, pass them by attach(optimizer, rule, names=model)"
+        msg = (
+            f"a function of {summarize(rule)} failed for the path {path} of {keys} "
+            f"({type(error).__name__}: {error}){fix}"
+        )
+        raise TypeError(msg) from error
 
-    Refuse an object that is not stepped so.
+
+def stepped_by(optimizer: Optimizer, rule: AnyRule) -> Stepped:
+    """Return the object whose step is clipped if a rule is attached to ``optimizer``.
 
     Raises
     ------
     TypeError
         If it is not an optimizer, or holds an object without hooks, whose steps nobody sees.
     """
-    if not is_optimizer(optimizer):
-        fix = (
-            "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) "
-            "returns it"
-        )
-        if is_optimizer(rule):
-            fix = "the arguments are swapped, it is attach(optimizer, rule)"
-        elif isinstance(optimizer, torch.nn.Module):
-            fix = (
-                "attach to the optimizer of its parameters, as in "
-                "attach(torch.optim.AdamW(model.parameters()), rule)"
-            )
-        msg = (
-            "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, "
-            f"got a {type(optimizer).__qualname__}: {fix}"
-        )
-        raise TypeError(msg)
+    _raise_if_no_optimizer(optimizer, rule)
 
+    # A class that has not called the __init__ of PyTorch's has no groups and no hooks.
     stepped = find_stepped(optimizer)
-    outer = type(stepped.outer).__qualname__
+    outer = type(stepped.outer)
     if not stepped.inner and not hasattr(stepped.outer, "param_groups"):
         msg = (
-            f"{outer} has no param_groups and holds no optimizer: call super().__init__(params, "
-            "defaults) in its class"
+            f"{outer.__qualname__} has no param_groups and holds no optimizer; call "
+            "super().__init__(params, defaults) in its class"
         )
         raise TypeError(msg)
 
-    for one in stepped.inner:
-        if not has_hooks(one):
+    for inner in stepped.inner:
+        if not has_hooks(inner):
             msg = (
-                f"{outer} holds a {type(one).__qualname__}, which runs no hooks before its step: "
-                "make it a torch.optim.Optimizer, whose __init__ calls super().__init__(params, "
-                "defaults)"
+                f"{outer.__qualname__} holds a {type(inner).__qualname__}, which runs no hooks "
+                "before its step; make it a torch.optim.Optimizer, whose __init__ calls "
+                "super().__init__(params, defaults)"
             )
             raise TypeError(msg)
-    kind = type(stepped.outer)
-    if not hasattr(stepped.outer, "__dict__") or not kind.__weakrefoffset__:
+
+    # The new step is an attribute of the object, and its rule is found by a weak reference.
+    if not hasattr(stepped.outer, "__dict__") or not outer.__weakrefoffset__:
         msg = (
-            f"{outer} has slots, so its step cannot be replaced by one that clips: give its class "
-            "a __dict__ and a __weakref__"
+            f"{outer.__qualname__} has slots, so uniclip can't replace its step by one that "
+            "clips; give its class a __dict__ and a __weakref__"
         )
         raise TypeError(msg)
     return stepped
 
 
-def can_skip(rule: Any) -> bool:
+def _raise_if_no_optimizer(optimizer: Optimizer, rule: AnyRule) -> None:
+    """Raise if an object is not an optimizer, and say what to pass in its place."""
+    if is_optimizer(optimizer):
+        return
+
+    fix = "pass the object whose step() is called, such as torch.optim.AdamW(model.parameters())"
+    if is_optimizer(rule):
+        fix = "swap the arguments, as in attach(optimizer, rule)"
+    elif isinstance(optimizer, torch.nn.Module):
+        fix = (
+            "attach to the optimizer of its parameters, as in "
+            "attach(torch.optim.AdamW(model.parameters()), rule)"
+        )
+    msg = (
+        "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, got a "
+        f"{type(optimizer).__qualname__}; {fix}"
+    )
+    raise TypeError(msg)
+
+
+def can_skip(rule: BaseRule) -> bool:
     """Return whether a rule may skip a step."""
-    return any(one.nonfinite == "skip" or rejects(one.curve) for one in rules_with_norms(rule))
+    return any(
+        inner.nonfinite == "skip" or rejects(inner.curve) for inner in rules_with_norms(rule)
+    )
 
 
-def spans_leaves(rule: Any) -> bool:
+def spans_leaves(rule: BaseRule) -> bool:
     """Return whether a norm or a limit in a rule depends on several leaves."""
-    for one in rules_with_norms(rule):
+    for inner in rules_with_norms(rule):
         # In its warm-up an average has the joint norm of all leaves.
-        joint_warmup = isinstance(one.limit, Ema) and one.limit.warmup > 0
-        if (
-            one.scope.label is not None
-            or joint_warmup
-            or isinstance(one.limit, (Split, PercentileOfAll))
-        ):
+        joint_warmup = isinstance(inner.limit, Ema) and inner.limit.warmup > 0
+        if inner.scope.label is not None or joint_warmup:
+            return True
+        if isinstance(inner.limit, (Split, PercentileOfAll)):
             return True
     return False
 
 
-def names_in(model: torch.nn.Module, optimizer: Any) -> torch.nn.Module | None:
-    """Return a trainer's model if it has parameters of an optimizer, whose names it then tells;
-    else ``None``.
+def names_in(model: torch.nn.Module, optimizer: Optimizer) -> torch.nn.Module | None:
+    """Return a trainer's model to take names from, ``None`` if it has no parameter of the
+    optimizer.
     """
-    known = set(map(id, model.parameters()))
-    shared = any(id(p) in known for group in optimizer.param_groups for p in group["params"])
-    return model if shared else None
+    ids = set(map(id, model.parameters()))
+    for p in params_in(optimizer.param_groups):
+        if id(p) in ids:
+            return model
+    return None

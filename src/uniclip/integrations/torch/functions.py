@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: MIT
 # The signatures are PyTorch's.
 # ruff: noqa: ARG001, FBT001, FBT002, PLR0913
-"""The functions of ``torch.nn.utils`` that clip gradients, with uniclip's algorithm."""
+"""The functions of ``torch.nn.utils`` that clip gradients, with uniclip's algorithm.
+
+They keep PyTorch's signatures, so code changes only its import. For the gradients of an optimizer,
+`attach` is in `optimizer`.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,23 @@ from uniclip.limits import NoState
 from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.rule import Rule
 
+NOTHING = NoState()
+"""The state of the rules of this module, which keep none."""
+
+_IN_PLACE = Step(in_place=True)
+_CPU = torch.device("cpu")
+_DISTRIBUTED = torch.distributed.is_available()
+
+_NUMBERS = {float, int}
+"""The types of limits and orders that need no check."""
+
+_RULES = {
+    (order, raises): by_global_norm(1.0, ord=order, nonfinite="raise" if raises else "propagate")
+    for order in (1.0, 2.0, math.inf)
+    for raises in (False, True)
+}
+"""The rules of the usual orders, made once, since making one takes longer than a call."""
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -46,7 +67,7 @@ def clip_grad_norm_(
     Parameters
     ----------
     parameters : tensor or iterable of tensors
-        Tensors whose ``.grad`` is clipped: dense or sparse, plain or distributed. One that occurs
+        Tensors whose ``.grad`` is clipped: dense or sparse, regular or distributed. One that occurs
         twice counts twice, and is scaled once.
     max_norm : float or 0-d tensor
         At least 0; ``math.inf`` only measures. A tensor on an accelerator is not read.
@@ -58,14 +79,14 @@ def clip_grad_norm_(
     foreach : bool, optional
         Ignored; accepted for compatibility with PyTorch.
     all_reduce, shared : optional
-        As for `attach`: the processes that hold parts of one model as plain tensors, and which
-        tensors are copies; the path of a tensor is its number.
+        As for `attach`: the processes that hold shards of one model as regular tensors, and which
+        tensors are replicas; the path of a tensor is its number.
 
     Returns
     -------
     norm : 0-d tensor
         The norm before clipping, in float32 or wider, on the device of the first gradient; for
-        distributed gradients the norm of the whole, as a plain tensor. 0 if no parameter has a
+        distributed gradients the norm of the whole, as a regular tensor. 0 if no parameter has a
         gradient.
 
     Raises
@@ -84,7 +105,7 @@ def clip_grad_norm_(
     Warns
     -----
     UserWarning
-        If an iterator is empty: it was read before, or the module has no parameters.
+        If an iterator is empty: it is already used up, or the module has no parameters.
 
     Notes
     -----
@@ -100,42 +121,67 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    if hasattr(parameters, "__next__"):  # a generator is read once, and an empty one is warned of
+    # A generator is read once; an empty one stays, since it is warned of.
+    if hasattr(parameters, "__next__"):
         parameters = list(parameters) or parameters
-    rule = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) in _NUMBERS else None
-    at_least_0 = type(max_norm) in _NUMBERS and max_norm >= 0  # type: ignore[operator]
-    alone = all_reduce is None and shared is None
-    if rule is not None and at_least_0 and alone and type(parameters) is list:
-        if _DISTRIBUTED and torch.distributed.is_initialized():
-            check_shards(parameters, "parameters", rule, None)
-        present = gradients_of(parameters)
-        result = None
-        if present is not None:
-            result = run_fast_path(rule, BACKEND, present, max_norm, _IN_PLACE)
-        if result is not None:
-            norm = result.norm
-            if type(norm) is float:
-                norm = torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU)
-            return norm
+
+    rule = None
+    if type(norm_type) in _NUMBERS:
+        rule = _RULES.get((norm_type, error_if_nonfinite))
+
+    # Nearly every call takes the fast path, so nothing is done before it that it does not need.
+    single_process = all_reduce is None and shared is None
+    if rule is not None and single_process and type(parameters) is list:
+        is_limit = type(max_norm) in _NUMBERS and max_norm >= 0  # type: ignore[operator]
+        grads = gradients_of(parameters) if is_limit else None
+        if grads is not None:
+            if _DISTRIBUTED and torch.distributed.is_initialized():
+                check_shards(parameters, "parameters", rule, None)
+            result = run_fast_path(rule, BACKEND, grads, max_norm, _IN_PLACE)
+            if result is not None:
+                if type(result.norm) is float:
+                    return torch.scalar_tensor(result.norm, dtype=torch.float32, device=_CPU)
+                return result.norm
+
     tensors = _tensors(parameters, "parameters")
-    limit = max_norm if type(max_norm) is float and max_norm >= 0 else _limit("max_norm", max_norm)
-    rule = rule or _rule(norm_type, error_if_nonfinite)
+    if rule is None:
+        rule = _rule(norm_type, error_if_nonfinite)
+    return _clip_tensors(tensors, max_norm, rule, all_reduce, shared)
+
+
+def _clip_tensors(
+    tensors: list[torch.Tensor],
+    max_norm: float | Array,
+    rule: Rule,
+    all_reduce: AllReduce | None,
+    shared: Shared | None,
+) -> torch.Tensor:
+    """Clip the gradients of tensors in place by any norm, and return it."""
+    limit = max_norm
+    if type(max_norm) is not float or not max_norm >= 0:
+        limit = _limit("max_norm", max_norm)
     if _DISTRIBUTED and torch.distributed.is_initialized():
         check_shards(tensors, "parameters", rule, all_reduce)
-    grads = _grads_of(tensors)
+
+    _check_have_grads(tensors)
+    grads = grads_of(tensors)
+
+    # Other processes wait for this one, also if it has no gradient.
+    step = _IN_PLACE
     if all_reduce is not None or shared is not None:
-        step = Step(
-            [tensor.detach() for tensor in tensors], all_reduce, in_place=True, shared=shared
-        )
+        # The parameter of an absent gradient has the shape of what other processes reduce.
+        params = [tensor.detach() for tensor in tensors]
+        step = Step(params, all_reduce, in_place=True, shared=shared)
     elif all([grad is None for grad in grads]):
         return torch.tensor(0.0)
-    else:
-        step = _IN_PLACE
+
+    # To enter `no_grad` takes a microsecond.
     recorded = isinstance(max_norm, torch.Tensor) or any(
         [grad is not None and grad.requires_grad for grad in grads]
     )
     with torch.no_grad() if recorded else nullcontext():
-        return run_step(rule, grads, NOTHING, step, limit).norms()
+        norm: torch.Tensor = run_step(rule, grads, NOTHING, step, limit).norms()
+    return norm
 
 
 def clip_grad_value_(
@@ -172,7 +218,9 @@ def clip_grad_value_(
     tensor([-1.0000,  0.5000])
     """
     limit = _limit("clip_value", clip_value, "")
-    clip_(_grads_of(_tensors(parameters, "parameters")), by_value(-limit, limit))
+    tensors = _tensors(parameters, "parameters")
+    _check_have_grads(tensors)
+    clip_(grads_of(tensors), by_value(-limit, limit))
 
 
 def get_total_norm(
@@ -210,17 +258,23 @@ def get_total_norm(
     >>> get_total_norm([torch.tensor([3.0, 4.0]), None, torch.tensor([[12.0]])])
     tensor(13.)
     """
-    given = _tensors(tensors, "tensors", absent=True)
+    # These may be gradients, so it is not checked whether they can have one.
+    leaves = _tensors(tensors, "tensors", absent=True)
     rule = _rule(norm_type, error_if_nonfinite)
-    check_shards(given, "tensors", rule, all_reduce)
-    values = [tensor if tensor is None else tensor.detach() for tensor in given]
+    check_shards(leaves, "tensors", rule, all_reduce)
+
+    values = [leaf if leaf is None else leaf.detach() for leaf in leaves]
     if all([value is None for value in values]):
         if all_reduce is None:
             return torch.tensor(0.0)
+        # This process takes part in the reduction with a norm of no elements.
         values = [torch.zeros(0)]
+
+    step = Step(all_reduce=all_reduce, shared=shared)
     with torch.no_grad():
-        step = Step(all_reduce=all_reduce, shared=shared)
-        return run_step(rule, values, NOTHING, step, math.inf, apply=None).norms()
+        result = run_step(rule, values, NOTHING, step, math.inf, apply=None)
+        norm: torch.Tensor = result.norms()
+    return norm
 
 
 def clip_grads_with_norm_(
@@ -258,28 +312,20 @@ def clip_grads_with_norm_(
     >>> w.grad
     tensor([0.3000, 0.4000])
     """
-    rule, norm = by_global_norm(_limit("max_norm", max_norm)), _known(total_norm)
-    grads = _grads_of(_tensors(parameters, "parameters"))
-    run_step(rule, grads, NOTHING, Step(norm=norm, in_place=True))
+    rule = by_global_norm(_limit("max_norm", max_norm))
+    norm = _total_norm(total_norm)
+    tensors = _tensors(parameters, "parameters")
+    _check_have_grads(tensors)
+    run_step(rule, grads_of(tensors), NOTHING, Step(norm=norm, in_place=True))
 
 
-NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
-_NUMBERS, _CPU = {float, int}, torch.device("cpu")
-_DISTRIBUTED = torch.distributed.is_available()
-_RULES: dict[Any, Rule] = {
-    (p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
-    for p in (1.0, 2.0, math.inf)
-    for flag in (False, True)
-}
-
-
-def _rule(norm_type: Any, error_if_nonfinite: bool) -> Rule:
+def _rule(norm_type: float, error_if_nonfinite: bool) -> Rule:
     """Return the rule of `clip_grad_norm_`, whose limit is an argument of a step."""
     policy: NonFinite = "raise" if error_if_nonfinite else "propagate"
     return by_global_norm(1.0, ord=_order(norm_type), nonfinite=policy)
 
 
-def grad_of(parameter: Any) -> Any:
+def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of a parameter.
 
     Zeros for a distributed one without, as others may have one.
@@ -290,105 +336,145 @@ def grad_of(parameter: Any) -> Any:
     return grad
 
 
-def _grads_of(tensors: list[Any]) -> list[Any]:
-    """Return the gradient of each tensor, or ``None``; refuse tensors that cannot have one."""
-    if (
-        tensors
-        and type(tensors[0]) is not torch.nn.Parameter
-        and not any(map(_can_have_grad, tensors))
-    ):
-        msg = (
-            "parameters holds tensors that can have no gradient: pass the parameters, as in "
-            "model.parameters(), whose .grad is clipped; to clip tensors that are gradients, "
-            "uc.clip_(tensors, uc.by_global_norm(max_norm))"
-        )
-        raise TypeError(msg)
-    return grads_of(tensors)
-
-
-def grads_of(tensors: list[Any]) -> list[Any]:
+def grads_of(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each tensor.
 
     Zeros for a distributed one without, as other processes may have one.
     """
     grads = [tensor.grad for tensor in tensors]
-    return list(map(grad_of, tensors)) if any([grad is None for grad in grads]) else grads
+    if any([grad is None for grad in grads]):
+        return list(map(grad_of, tensors))
+    return grads
 
 
-def _can_have_grad(tensor: Any) -> bool:
-    """Whether backward leaves a gradient in a tensor, or did; true for a frozen parameter, too."""
+def _check_have_grads(tensors: list[torch.Tensor]) -> None:
+    """Raise if no tensor can have a gradient: these are probably the gradients themselves."""
+    if not tensors or type(tensors[0]) is torch.nn.Parameter:
+        return
+    if any(map(_can_have_grad, tensors)):
+        return
+    msg = (
+        "parameters holds tensors that can have no gradient; pass the parameters, as in "
+        "model.parameters(), whose .grad is clipped. To clip tensors that are gradients, use "
+        "uc.clip_(tensors, uc.by_global_norm(max_norm))"
+    )
+    raise TypeError(msg)
+
+
+def _can_have_grad(tensor: torch.Tensor) -> bool:
+    """Return whether backward leaves a gradient in a tensor, or did; true for a frozen parameter,
+    too.
+    """
     if isinstance(tensor, torch.nn.Parameter):
         return True
-    held = tensor.is_leaf or tensor.retains_grad  # for all others PyTorch warns when .grad is read
-    return bool(held and (tensor.requires_grad or tensor.grad is not None))
+    # PyTorch warns if .grad of any other tensor is read.
+    if not tensor.is_leaf and not tensor.retains_grad:
+        return False
+    return bool(tensor.requires_grad or tensor.grad is not None)
 
 
-def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
-    """Return the tensors in a tensor or an iterable; refuse anything else."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    usual = "model.parameters()" if name == "parameters" else "[p.grad for p in model.parameters()]"
-    module = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ParameterList)
-    if type(given) is not list and (module or not isinstance(given, Iterable)):
-        first = f", and {name} come first" if isinstance(given, Number) else ""
-        msg = (
-            f"{name} must be a tensor or an iterable of tensors, got {_described(given)}{first}: "
-            f"pass {usual}"
-        )
-        raise TypeError(msg)
-    tensors = list(given)
-    if not tensors and isinstance(given, Iterator):
-        why = "it was read before, or the module has no parameters"
+def _tensors(
+    tensors: torch.Tensor | Iterable[torch.Tensor | None], name: str, *, absent: bool = False
+) -> list[Any]:
+    """Return a tensor, or those of an iterable, as a list; with ``absent`` it may hold ``None``.
+
+    Raises
+    ------
+    TypeError
+        If there is anything else.
+    """
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if type(tensors) is not list:
+        _check_iterable(tensors, name)
+
+    found = list(tensors)
+    if not found and isinstance(tensors, Iterator):
         # Compiled code cannot walk its own stack, as uniclip's own warnings do.
         warnings.warn(
-            f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=3
+            f"{name} is an empty generator, and there is nothing to clip: it is already used up, "
+            "or the module has no parameters",
+            stacklevel=3,
         )
-    others = [
-        other
-        for other in tensors
-        if not isinstance(other, torch.Tensor) and not (absent and other is None)
-    ]
-    if others:
-        msg = f"{name} must hold tensors, got {_described(others[0])}: pass {usual}"
+
+    for element in found:
+        if isinstance(element, torch.Tensor) or (absent and element is None):
+            continue
+        msg = f"{name} must hold tensors, got {_describe(element)}; pass {_USUAL[name]}"
         raise TypeError(msg)
-    return tensors
+    return found
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        return f"the pair of a name and a parameter ({summarize(value[0])}, ...)"
-    return f"{article(type(value).__qualname__)} {type(value).__qualname__}"
+_USUAL = {
+    "parameters": "model.parameters()",
+    "tensors": "[p.grad for p in model.parameters()]",
+}
+"""What an argument usually is."""
 
 
-def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
+def _check_iterable(tensors: object, name: str) -> None:
+    """Raise if an argument is no iterable of tensors; some modules are iterable, but hold none."""
+    is_module = isinstance(tensors, torch.nn.Module)
+    if isinstance(tensors, torch.nn.ParameterList):
+        is_module = False
+    if isinstance(tensors, Iterable) and not is_module:
+        return
+
+    first = f", and {name} come first" if isinstance(tensors, Number) else ""
+    msg = (
+        f"{name} must be a tensor or an iterable of tensors, got {_describe(tensors)}{first}; "
+        f"pass {_USUAL[name]}"
+    )
+    raise TypeError(msg)
+
+
+def _describe(wrong: object) -> str:
+    """Return what was passed in the place of a tensor."""
+    if isinstance(wrong, tuple) and len(wrong) == 2 and isinstance(wrong[0], str):
+        return f"the pair of a name and a parameter ({summarize(wrong[0])}, ...)"
+    kind = type(wrong).__qualname__
+    return f"{article(kind)} {kind}"
+
+
+def _limit(name: str, limit: Any, hint: str = LIMIT) -> Any:
     """Return a limit; a tensor that can be read at no cost as a number."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item() if BACKEND.readable(value) else value.reshape(())
-    return nonnegative(name, value, hint)
+    if isinstance(limit, torch.Tensor) and limit.numel() == 1:
+        # Reading a tensor on an accelerator would wait for it.
+        limit = limit.item() if BACKEND.readable(limit) else limit.reshape(())
+    return nonnegative(name, limit, hint)
 
 
-def _known(norm: Any) -> Any:
-    """Return a given norm, which may be NaN."""
+def _total_norm(norm: Any) -> Any:
+    """Return the norm that was passed, which may be NaN."""
     if isinstance(norm, torch.Tensor):
-        norm = norm.full_tensor() if is_dtensor(norm) else norm
+        if is_dtensor(norm):
+            norm = norm.full_tensor()
         check("total_norm", norm, norm.numel() == 1, "one number")
         return norm.reshape(())
+
     value = number("total_norm", norm, "a number or a 0-d tensor")
-    return value if math.isnan(value) else nonnegative("total_norm", value)
+    if math.isnan(value):
+        return value
+    return nonnegative("total_norm", value)
 
 
-def _order(norm_type: Any) -> float:
+def _order(norm_type: float | str) -> float:
     """Return the order of a norm, which may be a string as in PyTorch."""
+    # In the place of the order, a flag would count as 0 or 1.
     if isinstance(norm_type, bool) or getattr(norm_type, "dtype", None) is torch.bool:
         msg = (
-            f"norm_type must be a number of at least 1, got {norm_type}: write "
+            f"norm_type must be a number of at least 1, got {norm_type}; write "
             f"error_if_nonfinite={bool(norm_type)}"
         )
         raise TypeError(msg)
+
     try:
         order = float(norm_type)
     except (TypeError, ValueError, RuntimeError):
-        msg = f"norm_type must be a number of at least 1, math.inf or 'inf', got {summarize(norm_type)}"
+        msg = (
+            "norm_type must be a number of at least 1, math.inf or 'inf', got "
+            f"{summarize(norm_type)}"
+        )
         raise TypeError(msg) from None
     check_range("norm_type", order, 1, math.inf)
     return order

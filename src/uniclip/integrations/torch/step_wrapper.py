@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Replace the ``step`` of one optimizer object,
-where hooks are not enough to clip before it or to stop it.
+"""Replace the ``step`` of one optimizer object, if hooks are not enough to clip before it or to
+stop it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,15 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Changed: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]] | None
+"""The arguments that a step gets in place of its own, if any."""
+
+Before: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Changed]
+"""A pre-hook of a step."""
 
 
 class SkippedStep(BaseException):
@@ -23,7 +29,7 @@ class SkippedStep(BaseException):
     catch it.
     """
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: object) -> None:
         super().__init__("a step was skipped")
         self.loss = loss
 
@@ -55,31 +61,35 @@ class StepWrapper:
 
     def __init__(
         self,
-        optimizer: Any,
-        before: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        before: Before,
         after: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
-        self._optimizer, self._before, self._after, self._end = optimizer, before, after, end
+        self._optimizer = optimizer
+        self._before = before
+        self._after = after
+        self._end = end
         self._replaced = vars(optimizer).get("step")
-        """A ``step`` that the object had beside that of its class, as of a scheduler."""
+        """The ``step`` that the object itself had, beside that of its class; schedulers set one."""
         self._removed = False
 
         step = optimizer.step
 
-        # The attributes of the step go along: schedulers mark theirs, and warn where the mark is
-        # gone.
+        # Schedulers mark the step by an attribute, and warn if the mark is gone.
         @wraps(step)
-        def run(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if this is not optimizer:  # a copy, which has no rule
+        def run(this: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> object:
+            # A copy of the optimizer has no rule.
+            if this is not optimizer:
                 return type(this).step(this, *args, **kwargs)
-            if self._removed:  # a wrapper that was put around this one still calls it
+            # A wrapper that was put around this one still calls it.
+            if self._removed:
                 return step(*args, **kwargs)
             return self._run(step, args, kwargs)
 
-        # A bound method, since schedulers look for its __func__.
+        # Schedulers look for the __func__ of a bound method.
         self._method: MethodType | None = MethodType(run, optimizer)
-        # Into the dictionary, since a frozen dataclass takes no other way.
+        # A frozen dataclass can only be changed through its dictionary.
         vars(optimizer)["step"] = self._method
 
     def remove(self) -> None:
@@ -91,24 +101,30 @@ class StepWrapper:
         attributes = vars(self._optimizer)
         if attributes.get("step") is not self._method:
             return
+
         # Without a circle of references the optimizer is freed when it is used no more.
         self._method = None
         del attributes["step"]
         if self._replaced is not None:
             attributes["step"] = self._replaced
 
-    def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outer_depth, self.depth = self.depth, 0
+    def _run(
+        self, step: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        """Take a step, with ``before`` and ``after`` around it; catch one that is skipped."""
+        outer_depth = self.depth
+        self.depth = 0
         try:
             changed = self._before(self._optimizer, (self._optimizer, *args), kwargs)
             if changed is not None:
-                (_, *args), kwargs = changed
+                with_optimizer, kwargs = changed
+                args = with_optimizer[1:]
             result = step(*args, **kwargs)
             self._after()
         except SkippedStep as skipped:
             # A scheduler would warn that no step came before its own, so set its flag.
             if hasattr(step, "_wrapped_by_lr_sched"):
-                self._optimizer._opt_called = True  # noqa: SLF001 - the mark of PyTorch's schedulers
+                self._optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
             return skipped.loss
         else:
             return result
@@ -118,7 +134,7 @@ class StepWrapper:
                 self._end()
 
 
-def find_caller(outer: Any, wrapper: StepWrapper | None) -> Any:
+def find_caller(outer: torch.optim.Optimizer, wrapper: StepWrapper | None) -> object:
     """Return what steps an optimizer inside of ``outer``: a ``GradScaler``, or ``outer`` itself.
 
     ``None`` if neither ``outer`` nor its wrapper is on the stack.

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: MIT
 """Find the object whose ``step()`` is clipped: an optimizer inside of its wrappers,
 or one that holds several.
+
+Objects are searched by their attributes; nothing is called. Any object with a ``step`` may be one,
+so an annotation ``torch.optim.Optimizer`` here says what an object is used as, not its class.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
+
+ParamGroup: TypeAlias = dict[str, Any]
+"""A parameter group of an optimizer: its parameters, perhaps their names, and its options."""
 
 _OF_OPTIMIZERS = {"state", "param_groups", "defaults"}
 """Attributes of every ``torch.optim.Optimizer``. They hold tensors and numbers, so they are not
@@ -24,83 +30,109 @@ _SAMPLE = 16
 class Stepped:
     """An object that is stepped as one optimizer, with the optimizers that it holds."""
 
-    outer: Any
+    outer: torch.optim.Optimizer
     """The object whose ``step()`` is called."""
-    inner: list[Any]
+    inner: list[torch.optim.Optimizer]
     """The optimizers that its step calls; empty for a single optimizer."""
-    wrappers: list[Any]
+    wrappers: list[torch.optim.Optimizer]
     """The wrappers around the outer object, which stand for it."""
 
-    def __init__(self, outer: Any, inner: list[Any]) -> None:
-        self.outer, self.inner, self.wrappers = outer, inner, []
-        self._held = list(_all_held_by(outer, set()))
+    def __init__(self, outer: torch.optim.Optimizer, inner: list[torch.optim.Optimizer]) -> None:
+        self.outer = outer
+        self.inner = inner
+        self.wrappers = []
+        self._all_inside = list(_all_optimizers_inside(outer, set()))
 
     @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers that change parameters: those inside,
-        and the outer one if it has parameters of its own.
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that change parameters: those inside, and the outer one if it has
+        parameters that these do not have.
         """
-        known = parameter_ids(self.inner)
-        owns = any(id(p) not in known for p in parameters_of(self.outer))
-        return [*self.inner, self.outer] if owns or not self.inner else self.inner
+        if not self.inner:
+            return [self.outer]
+
+        ids = parameter_ids(self.inner)
+        if any(id(p) not in ids for p in parameters_of(self.outer)):
+            return [*self.inner, self.outer]
+        return self.inner
 
     def has_changed(self) -> bool:
         """Return whether there is an optimizer inside that was not there before."""
-        known = {id(one) for one in self._held}
-        found = filter(has_hooks, _all_held_by(self.outer, set()))
-        return any(id(one) not in known for one in found)
+        ids_before = set(map(id, self._all_inside))
+        for optimizer in _all_optimizers_inside(self.outer, set()):
+            if has_hooks(optimizer) and id(optimizer) not in ids_before:
+                return True
+        return False
 
     def saves_state(self) -> bool:
-        """Return whether ``outer.state_dict()`` is PyTorch's own,
-        whose hooks add the state of a rule.
+        """Return whether ``outer.state_dict()`` is PyTorch's own, whose hooks add the state of a
+        rule.
         """
-        own = isinstance(self.outer, torch.optim.Optimizer) and has_hooks(self.outer)
-        return own and type(self.outer).state_dict is torch.optim.Optimizer.state_dict
+        if not isinstance(self.outer, torch.optim.Optimizer) or not has_hooks(self.outer):
+            return False
+        return type(self.outer).state_dict is torch.optim.Optimizer.state_dict
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[ParamGroup]:
         """Return the parameter groups as they are now, each parameter once if there are optimizers
         inside.
-
-        A ``load_state_dict`` gives optimizers new groups, so those of the outer one may be copies
-        by then.
         """
         if not self.inner:
-            groups: list[dict[str, Any]] = self.outer.param_groups
+            groups: list[ParamGroup] = self.outer.param_groups
             return groups
 
         seen: set[int] = set()
-        groups = [_without(seen, group) for one in self.inner for group in one.param_groups]
-        own = [_without(seen, group) for group in getattr(self.outer, "param_groups", ())]
-        return [*groups, *(group for group in own if group["params"])]
+        groups = [
+            _without(seen, group) for optimizer in self.inner for group in optimizer.param_groups
+        ]
+
+        # A load_state_dict gives the optimizers inside new groups, of which the outer one may
+        # still have the old ones.
+        for group in getattr(self.outer, "param_groups", ()):
+            rest = _without(seen, group)
+            if rest["params"]:
+                groups.append(rest)
+        return groups
 
 
-def _without(seen: set[int], group: dict[str, Any]) -> dict[str, Any]:
+def _without(seen: set[int], group: ParamGroup) -> ParamGroup:
     """Return a group without the parameters that were seen before, and note those that it has."""
     names = group.get("param_names")
-    kept: list[Any] = []
-    kept_names: list[Any] = []
+    new_params: list[torch.Tensor] = []
+    new_names: list[str] = []
     for number, p in enumerate(group["params"]):
         if id(p) in seen:
             continue
         seen.add(id(p))
-        kept.append(p)
+        new_params.append(p)
         if names is not None:
-            kept_names.append(names[number])
-    return {**group, "params": kept} | ({} if names is None else {"param_names": kept_names})
+            new_names.append(names[number])
+
+    rest = {**group, "params": new_params}
+    if names is not None:
+        rest["param_names"] = new_names
+    return rest
 
 
-def parameters_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the parameters of an optimizer; none of a wrapper that has no groups of its own."""
+def params_in(groups: list[ParamGroup]) -> list[torch.Tensor]:
+    """Return the parameters of some groups."""
+    return [p for group in groups for p in group["params"]]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of an optimizer; none of a wrapper that has no groups."""
     for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
 
 
-def parameter_ids(optimizers: list[Any]) -> set[int]:
+def parameter_ids(optimizers: list[torch.optim.Optimizer]) -> set[int]:
     """Return the identities of the parameters of some optimizers."""
-    return {id(p) for one in optimizers for p in parameters_of(one)}
+    ids: set[int] = set()
+    for optimizer in optimizers:
+        ids.update(map(id, parameters_of(optimizer)))
+    return ids
 
 
-def has_hooks(optimizer: Any) -> bool:
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether PyTorch runs hooks around the steps of an object."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
@@ -110,159 +142,193 @@ class Snapshot:
     a copy of them all.
     """
 
-    def __init__(self, params: list[Any]) -> None:
+    def __init__(self, params: list[torch.Tensor]) -> None:
         self._marks = _marks_of(params)
-        # A write through `p.data` leaves no mark, so a few elements are compared.
-        plain = [p for p in params if _is_plain(p) and p.requires_grad and p.numel()]
-        self._samples = [(p, _first_elements(p).clone()) for p in {*plain[:1], *plain[-1:]}]
 
-    def has_moved(self, params: list[Any]) -> bool:
+        # A write through `p.data` changes no version counter, so a few elements are compared.
+        readable = [p for p in params if _is_regular(p) and p.requires_grad and p.numel()]
+        ends = {*readable[:1], *readable[-1:]}
+        self._samples = [(p, _first_elements(p).clone()) for p in ends]
+
+    def has_moved(self, params: list[torch.Tensor]) -> bool:
         """Return whether the parameters have moved; this reads values."""
         if self._marks != _marks_of(params):
             return True
         return any(_differs(_first_elements(p), sample) for p, sample in self._samples)
 
 
-def _marks_of(params: list[Any]) -> list[tuple[int, int]]:
-    """Return how often each parameter was written, and where it is."""
-    # PyTorch has no public name for the version.
-    return [(p._version, p.data_ptr() if _is_plain(p) else 0) for p in params]  # noqa: SLF001
+def _marks_of(params: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the version counter and the address of each parameter."""
+    marks = []
+    for p in params:
+        address = p.data_ptr() if _is_regular(p) else 0
+        marks.append((p._version, address))  # noqa: SLF001 - PyTorch has no public name for it
+    return marks
 
 
-def _differs(now: Any, before: Any) -> bool:
+def _differs(now: torch.Tensor, before: torch.Tensor) -> bool:
     """Return whether elements have changed; NaN that stays is no change."""
-    same = (now == before) | ((now != now) & (before != before))  # noqa: PLR0124 - NaN
+    both_nan = (now != now) & (before != before)  # noqa: PLR0124 - only NaN differs from itself
+    same = (now == before) | both_nan
     return not bool(same.all())
 
 
-def _is_plain(p: Any) -> bool:
-    """Return whether a parameter has values in memory of its own: no subclass such as DTensor, and
-    not on ``meta``.
+def _is_regular(p: torch.Tensor) -> bool:
+    """Return whether a parameter has values in one storage: no subclass such as DTensor, and not on
+    ``meta``.
     """
     return type(p) in {torch.nn.Parameter, torch.Tensor} and not p.is_meta
 
 
-def _first_elements(p: Any) -> Any:
+def _first_elements(p: torch.Tensor) -> torch.Tensor:
     """Return a few elements of a parameter."""
     return p.detach().reshape(-1)[:_SAMPLE]
 
 
-def find_stepped(optimizer: Any) -> Stepped:
-    """Return the object whose ``step()`` is clipped where a user gives ``optimizer``.
+def find_stepped(optimizer: torch.optim.Optimizer) -> Stepped:
+    """Return the object whose ``step()`` is clipped if a rule is attached to ``optimizer``.
 
     A wrapper around one optimizer that has exactly its parameters stands for that optimizer, as the
-    wrappers of Accelerate, Lightning and SAM do. What holds others is stepped as one, with the
-    optimizers inside.
+    wrappers of Accelerate, Lightning and SAM do. An object that holds others is stepped as one,
+    with the optimizers inside.
     """
     return _resolve(optimizer, {id(optimizer)})
 
 
-def _resolve(outer: Any, path: set[int]) -> Stepped:
-    """Return what is stepped; ``path`` has the objects around ``outer``."""
-    # Two attributes may lead to one optimizer, one of them through a wrapper.
-    found: dict[int, Stepped] = {}
-    for one in _held_by(outer):
-        if id(one) not in path:
-            stepped = _resolve(one, path | {id(one)})
-            known = found.setdefault(id(stepped.outer), stepped)
-            if known is not stepped:
-                known.wrappers += stepped.wrappers
+def _resolve(outer: torch.optim.Optimizer, around: set[int]) -> Stepped:
+    """Return the object that is stepped; ``around`` has ``outer`` and the objects that hold it."""
+    found = _find_inside(outer, around)
+    optimizers = {id(optimizer): optimizer for stepped in found for optimizer in stepped.optimizers}
+    inner = list(optimizers.values())
 
-    # Ignore an object without hooks whose parameters all belong to the outer object: it may be a
-    # scheduler, not an optimizer.
-    own = parameter_ids([outer])
-    for stepped in list(found.values()):
-        hooked = stepped.inner or has_hooks(stepped.outer)
-        if not hooked and parameter_ids([stepped.outer]) <= own:
-            del found[id(stepped.outer)]
-    inner = list(
-        {id(one): one for stepped in found.values() for one in stepped.optimizers}.values()
-    )
-
-    # The inner optimizer of ZeroRedundancyOptimizer has a part of the parameters, and no steps of
-    # its own.
-    held = parameter_ids(inner)
-    if _is_of_pytorch(outer) and held <= own:
+    # The optimizer inside of ZeroRedundancyOptimizer has a part of the parameters, and is stepped
+    # by nothing else.
+    outer_params = parameter_ids([outer])
+    inner_params = parameter_ids(inner)
+    if _is_of_pytorch(outer) and inner_params <= outer_params:
         return Stepped(outer, [])
 
-    if len(found) == 1 and (own == held or not hasattr(outer, "param_groups")):
-        (stepped,) = found.values()
-        # An optimizer may know the wrapper around it.
-        if any(one is outer for one in _held_by(stepped.outer)):
-            return Stepped(outer, [])
-        stepped.wrappers.append(outer)
-        return stepped
-    return Stepped(outer, inner)
+    # What has other parameters, too, or several optimizers, is stepped as one with them.
+    stands_for_one = not hasattr(outer, "param_groups") or outer_params == inner_params
+    if len(found) != 1 or not stands_for_one:
+        return Stepped(outer, inner)
+
+    # An optimizer may have the wrapper around it as an attribute.
+    stepped = found[0]
+    if any(optimizer is outer for optimizer in _optimizers_inside(stepped.outer)):
+        return Stepped(outer, [])
+    stepped.wrappers.append(outer)
+    return stepped
 
 
-def _all_held_by(outer: Any, seen: set[int]) -> Iterator[Any]:
+def _find_inside(outer: torch.optim.Optimizer, around: set[int]) -> list[Stepped]:
+    """Return what is stepped inside of an object, each once."""
+    found: dict[int, Stepped] = {}
+    for optimizer in _optimizers_inside(outer):
+        if id(optimizer) in around:
+            continue
+        stepped = _resolve(optimizer, around | {id(optimizer)})
+
+        # Two attributes may lead to one optimizer, one of them through a wrapper.
+        first = found.setdefault(id(stepped.outer), stepped)
+        if first is not stepped:
+            first.wrappers += stepped.wrappers
+
+    # An object without hooks whose parameters all belong to the outer object may be a scheduler.
+    outer_params = parameter_ids([outer])
+    steppers = []
+    for stepped in found.values():
+        has_own_step = stepped.inner or has_hooks(stepped.outer)
+        if has_own_step or not parameter_ids([stepped.outer]) <= outer_params:
+            steppers.append(stepped)
+    return steppers
+
+
+def _all_optimizers_inside(
+    outer: torch.optim.Optimizer, seen: set[int]
+) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers in an object, and in these, each once."""
-    for one in _held_by(outer):
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            yield from _all_held_by(one, seen)
+    for optimizer in _optimizers_inside(outer):
+        if id(optimizer) in seen:
+            continue
+        seen.add(id(optimizer))
+        yield optimizer
+        yield from _all_optimizers_inside(optimizer, seen)
 
 
-def _held_by(outer: Any) -> Iterator[Any]:
+def _optimizers_inside(outer: object) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers in the attributes of an object, and in containers there."""
-    for name, value in _attributes_of(outer):
+    for name, attribute in _attributes_of(outer):
         if name not in _OF_OPTIMIZERS:
-            yield from _optimizers_in(value, _DEPTH)
+            yield from _optimizers_in(attribute, _DEPTH)
 
 
-def _attributes_of(outer: Any) -> Iterator[tuple[str, Any]]:
+def _attributes_of(outer: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes of an object itself, in its ``__dict__`` and its slots."""
     yield from getattr(outer, "__dict__", {}).items()
+
+    # A class and its bases each name their own slots.
     for base in type(outer).__mro__:
         slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        names = (slots,) if isinstance(slots, str) else slots
+        for name in names:
             if name != "__dict__" and hasattr(outer, name):
                 yield name, getattr(outer, name)
 
 
-def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the optimizers in a value: itself, or what a container has, up to a depth."""
-    if is_held_optimizer(value):
-        yield value
-    elif depth and isinstance(value, (list, tuple, set, frozenset, deque)):
-        for one in value:
-            yield from _optimizers_in(one, depth - 1)
-    elif depth and isinstance(value, dict):
-        for pair in value.items():
-            yield from _optimizers_in(pair, depth)
+def _optimizers_in(attribute: object, depth: int) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers in an attribute: itself, or what a container has, up to a depth."""
+    if _is_optimizer_inside(attribute):
+        yield attribute
+        return
+    if not depth:
+        return
+
+    elements: Iterable[object] = ()
+    if isinstance(attribute, (list, tuple, set, frozenset, deque)):
+        elements = attribute
+    elif isinstance(attribute, dict):
+        elements = attribute.items()
+    for element in elements:
+        yield from _optimizers_in(element, depth - 1)
 
 
-def is_optimizer(value: Any) -> bool:
+def is_optimizer(candidate: object) -> bool:
     """Return whether an object is stepped as an optimizer: one of PyTorch's, or one with the same
     two attributes.
     """
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(candidate, torch.optim.Optimizer):
         return True
-    if isinstance(value, (type, torch.nn.Module)):
+    if isinstance(candidate, (type, torch.nn.Module)):
         return False
-    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+    return hasattr(candidate, "param_groups") and callable(getattr(candidate, "step", None))
 
 
-def is_held_optimizer(value: Any) -> bool:
-    """Return whether a value that was found in an object is an optimizer.
+def _is_optimizer_inside(attribute: object) -> bool:
+    """Return whether an attribute that was found in an object is an optimizer.
 
-    Only its class and its ``__dict__`` are asked, since an attribute of a stranger may do anything.
+    This looks at its class and its ``__dict__`` only, since an attribute of a stranger may do
+    anything when it is read.
     """
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(attribute, torch.optim.Optimizer):
         return True
-    if isinstance(value, (type, torch.nn.Module)):
+    if isinstance(attribute, (type, torch.nn.Module)):
         return False
-    has_groups = hasattr(type(value), "param_groups") or "param_groups" in getattr(
-        value, "__dict__", {}
-    )
-    return has_groups and callable(getattr(type(value), "step", None))
+
+    # A scheduler has a step as well, but no groups.
+    kind = type(attribute)
+    if not callable(getattr(kind, "step", None)):
+        return False
+    return hasattr(kind, "param_groups") or "param_groups" in getattr(attribute, "__dict__", {})
 
 
-def _is_of_pytorch(optimizer: Any) -> bool:
+def _is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is, or inherits from, one of PyTorch's own, whose ``step()``
     takes all steps.
     """
-    bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer}
-    leaf_info = [base for base in bases if issubclass(base, torch.optim.Optimizer)]
-    return any(base.__module__.startswith("torch.") for base in leaf_info)
+    for base in type(optimizer).__mro__:
+        if base is torch.optim.Optimizer or not issubclass(base, torch.optim.Optimizer):
+            continue
+        if base.__module__.startswith("torch."):
+            return True
+    return False
