@@ -674,10 +674,12 @@ class _JAX(Backend):
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
     ) -> list[Array]:
-        # on an accelerator: outside of jit a conditional is compiled at every call
-        if not self.traced(ok):
-            return super().cond(ok, usual, rare)
-        return list(jax.lax.cond(ok, usual, rare))
+        if self.traced(ok):
+            return list(jax.lax.cond(ok, usual, rare))
+
+        # Outside of jit, JAX would compile a conditional at every call, and `rare` reads the
+        # gradients twice more than `usual`: waiting for one flag takes less than either.
+        return usual() if bool(ok) else rare()
 
     def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
         computation_context = super().computation_context(first)
