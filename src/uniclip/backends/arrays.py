@@ -21,10 +21,10 @@ import numpy as np
 from array_api_compat import is_lazy_array, to_device
 from numpy.lib.array_utils import byte_bounds
 
+from uniclip._types import Device, Tensor
 from uniclip.backends.base import (
     NUMPY,
     PIECE,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
@@ -53,17 +53,17 @@ _CPU = 1
 _NEVER_CHANGE = "arrays of this kind never change"
 
 
-def from_numpy(backend: Backend, array: Any, like: Array) -> Array:
+def from_numpy(backend: Backend, array: Any, like: Tensor) -> Tensor:
     """Return values of NumPy as a plain array of a library, on the device of another one."""
     return backend.from_host(np.asarray(array), backend.device(like))
 
 
-def known_true(backend: Backend, flag: Array) -> bool:
+def known_true(backend: Backend, flag: Tensor) -> bool:
     """Whether a flag can be read, and is true."""
     return backend.readable(flag) and bool(flag)
 
 
-def known_ordered(backend: Backend, low: Array, high: Array) -> bool:
+def known_ordered(backend: Backend, low: Tensor, high: Tensor) -> bool:
     """Whether arrays are in order, as far as both can be read."""
     return not (backend.readable(low) and backend.readable(high)) or bool(
         backend.xp.all(low <= high)
@@ -188,13 +188,13 @@ class _Namespace:
         return value
 
 
-def _make_on_step_device(make: Callable[..., Array]) -> Callable[..., Array]:
+def _make_on_step_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that makes arrays on the device of the step,
     unless a device is given or an array is converted.
     """
 
     @wraps(make)
-    def make_there(*args: Any, **options: Any) -> Array:
+    def make_there(*args: Any, **options: Any) -> Tensor:
         target = _STEP_DEVICE.get()
         if target is None or target.is_context or options.get("device") is not None:
             return make(*args, **options)
@@ -218,7 +218,7 @@ def _on_device(device: _Device) -> Iterator[None]:
         _STEP_DEVICE.reset(token)
 
 
-class Standard(Backend):
+class Standard(Backend[Tensor]):
     """Any library that follows the array API standard.
 
     Parameters
@@ -234,7 +234,7 @@ class Standard(Backend):
         self.library = library
         self.may_record = hasattr(library, "stop_gradient")
         """Whether it may record derivatives; then it may be lazy, too."""
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[Device, _Device] = {}
         """By name, since devices need be neither hashable nor unique."""
         self._lazy: dict[type, bool] = {}
         """Whether arrays of a class may have no values yet."""
@@ -244,43 +244,43 @@ class Standard(Backend):
     def signature(self, leaves: list[Any]) -> Any:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Tensor]) -> ArrayFacts:
         double = all([self._device_of(array).has_float64 for array in arrays])
         return ArrayFacts(traced=False, reads=False, records=self.may_record, double=double)
 
     # Where arrays are.
 
-    def device(self, array: Array) -> str:
+    def device(self, array: Tensor | None) -> str:
         device = getattr(array, "device", None)  # some libraries have none
         name = str(device)
         if name not in self._devices:
             self._devices[name] = _inspect_device(self.library, device)
         return name
 
-    def _device_of(self, array: Array) -> _Device:
+    def _device_of(self, array: Tensor) -> _Device:
         return self._devices[self.device(array)]
 
-    def _are_there(self, arrays: Sequence[Array]) -> bool:
+    def _are_there(self, arrays: Sequence[Tensor]) -> bool:
         """Whether all arrays lie on the device of the step."""
         target = _STEP_DEVICE.get()
         return target is None or all([self._device_of(array) is target for array in arrays])
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: Tensor | None = None) -> AbstractContextManager[Any]:
         return (
             super().computation_context() if first is None else _on_device(self._device_of(first))
         )
 
-    def from_host(self, array: np.ndarray[Any, Any], device: str) -> Array:
+    def from_host(self, array: np.ndarray[Any, Any], device: Device) -> Tensor:
         target = self._devices[device]
         if array.dtype == np.float64 and not target.has_float64:
             array = array.astype(np.float32)
         with _on_device(target):
             return self.xp.asarray(array)
 
-    def to_device_of(self, other: Array, array: Array) -> Array:
+    def to_device_of(self, other: Tensor, array: Tensor) -> Tensor:
         return self._move(array, self._device_of(other))
 
-    def _move(self, array: Array, target: _Device) -> Array:
+    def _move(self, array: Tensor, target: _Device) -> Tensor:
         """Return an array on a device, in float32 if that has no wider floats."""
         source = self._device_of(array)
         if source is target:
@@ -289,14 +289,14 @@ class Standard(Backend):
             array = self._narrow(array, source)
         return to_device(array, target.device)
 
-    def _narrow(self, array: Array, source: _Device) -> Array:
+    def _narrow(self, array: Tensor, source: _Device) -> Tensor:
         narrow = _NARROW.get(_dtype_name(array.dtype))
         if narrow is None:
             return array
         with _on_device(source):
             return self.xp.astype(array, getattr(self.xp, narrow))
 
-    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, arrays: list[Tensor]) -> list[np.ndarray[Any, Any]]:
         if all([self._device_of(array).on_host and not self._is_lazy(array) for array in arrays]):
             return super().to_host(arrays)
 
@@ -315,7 +315,7 @@ class Standard(Backend):
                 values[number] = piece.reshape(shape)
         return values
 
-    def _read(self, vector: Array) -> np.ndarray[Any, Any]:
+    def _read(self, vector: Any) -> np.ndarray[Any, Any]:
         """Return the values of a vector, by the first way that its library has."""
         if self._device_of(vector).on_host:
             return np.asarray(vector)
@@ -341,7 +341,7 @@ class Standard(Backend):
         devices = [_inspect_device(self.library, device) for device in named if device is not None]
         return next((device for device in devices if device.on_host), None)
 
-    def _is_lazy(self, array: Array) -> bool:
+    def _is_lazy(self, array: Tensor) -> bool:
         """Whether arrays of a class may have no values yet; array-api-compat may read one to say
         so, which waits.
         """
@@ -351,7 +351,7 @@ class Standard(Backend):
 
     # Sums and products.
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[Tensor]:
         if terms.axes is not None and not self.array_facts(terms.arrays).double:
             terms = self._with_summed_axes_last(terms)
         if self._are_there(terms.arrays):
@@ -373,7 +373,7 @@ class Standard(Backend):
         arrays, axes, units = map(list, zip(*moved, strict=True))
         return terms._replace(arrays=arrays, axes=axes, units=terms.units and units)
 
-    def _move_axes_last(self, array: Array, axes: Axes, unit: Any) -> tuple[Array, Axes, Any]:
+    def _move_axes_last(self, array: Tensor, axes: Axes, unit: Any) -> tuple[Tensor, Axes, Any]:
         shape = tuple(array.shape)
         kept = tuple([axis for axis in range(len(shape)) if axes and axis not in axes])
         if not axes or axes[0] == len(kept):
@@ -388,13 +388,13 @@ class Standard(Backend):
                 unit = self.xp.reshape(unit, (*lengths, 1))
         return rows, (len(kept),), unit
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+    def pieces(self, array: Tensor, axes: Axes = None) -> Iterable[Tensor] | None:
         on_host = self._device_of(array).on_host
         return cut(self.xp, array, axes, PIECE if on_host else _ACCELERATOR_PIECE)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Tensor]:
         multiply = self._multiply_in_place if in_place else self._multiply
         if self._are_there(arrays):
             return [multiply(*pair, zero) for pair in zip(arrays, factors, strict=True)]
@@ -404,10 +404,10 @@ class Standard(Backend):
                 products.append(multiply(array, factor, zero))
         return products
 
-    def _multiply(self, array: Array, factor: Any, zero: bool) -> Array:
+    def _multiply(self, array: Tensor, factor: Any, zero: bool) -> Tensor:
         return times(self.xp, array, operand(self, array, factor), zero)
 
-    def _multiply_in_place(self, array: Array, factor: Any, zero: bool) -> Array:
+    def _multiply_in_place(self, array: Any, factor: Any, zero: bool) -> Tensor:
         by = operand(self, array, factor)
         if zero or by.dtype != array.dtype or not self.xp.isdtype(array.dtype, "real floating"):
             array[...] = times(self.xp, array, by, zero)
@@ -421,8 +421,8 @@ class Standard(Backend):
         return array
 
     def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
+        self, ok: Tensor, usual: Callable[[], list[Tensor]], rare: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
         if self.may_record or self._is_lazy(ok):
             return super().cond(ok, usual, rare)
         # The one value that a step reads: `rare` would read the gradients twice more.

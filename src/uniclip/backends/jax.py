@@ -33,7 +33,6 @@ from uniclip.backends.base import (
     HOST,
     NODES,
     TRACED,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
@@ -54,20 +53,20 @@ from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
 
 
-def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
+def _one_by_one(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wait for a reduction before the next one starts, where CPU processes share arrays.
 
     There the collectives of programs that run at the same time deadlock (JAX 0.10, gloo).
     """
 
     @wraps(reduce)
-    def reduced(*args: Any, **options: Any) -> Array:
+    def reduced(*args: Any, **options: Any) -> jax.Array:
         return await_shared(reduce(*args, **options))
 
     return reduced
 
 
-def await_shared(array: Array) -> Array:
+def await_shared(array: jax.Array) -> jax.Array:
     """Return an array, computed if it is shared by CPU processes."""
     if (
         not isinstance(array, jax.core.Tracer)
@@ -78,17 +77,17 @@ def await_shared(array: Array) -> Array:
     return array
 
 
-def on_device(array: Array) -> bool:
+def on_device(array: jax.Array) -> bool:
     """Whether an array is on an accelerator."""
     return any(device.platform != "cpu" for device in array.devices())
 
 
-def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
+def _extreme(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Return the maximum or minimum, NaN if there is one;
     that of XLA drops NaN in sharded arrays.
     """
 
-    def extreme(x: Array, /, axis: Any = None, **options: Any) -> Array:
+    def extreme(x: jax.Array, /, axis: Any = None, **options: Any) -> jax.Array:
         extremum = reduce(x, axis, **options)
         if jax.device_count() == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
             return extremum
@@ -102,12 +101,12 @@ REDUCTIONS = {name: _one_by_one(getattr(jnp, name)) for name in ("all", "any", "
 REDUCTIONS |= {name: _extreme(_one_by_one(getattr(jnp, name))) for name in ("max", "min")}
 
 
-def _abs(x: Array, /) -> Array:
+def _abs(x: jax.Array, /) -> jax.Array:
     """Return the modulus, with derivative 0 at 0 (JAX's own is 1 there)."""
     return x * jnp.sign(x) if jnp.isdtype(x.dtype, "real floating") else jnp.abs(x)
 
 
-def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
+def _clip(x: jax.Array, /, min: Any = None, max: Any = None) -> jax.Array:
     """Clip, with derivative 1 on the bounds too (JAX's own is 1/2 there)."""
     clipped = jnp.clip(x, min, max)
     return jnp.where(clipped == x, x, clipped)
@@ -146,7 +145,7 @@ _TOGETHER = 256
 """The number of arrays for which one call is compiled."""
 
 
-def _can_share_a_call(arrays: list[Array]) -> bool:
+def _can_share_a_call(arrays: list[jax.Array]) -> bool:
     """Whether one call can be compiled for the arrays,
     outside of code that is already being compiled.
     """
@@ -187,7 +186,7 @@ _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 
 @_compiled
-def _squares(arrays: list[Array]) -> Array:
+def _squares(arrays: list[jax.Array]) -> jax.Array:
     """Return the sum of squares of each array, in its precision."""
     return jnp.stack(
         [
@@ -197,7 +196,7 @@ def _squares(arrays: list[Array]) -> Array:
     )
 
 
-def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, Any]:
+def _squares_here(arrays: list[jax.Array], lengths: list[int]) -> np.ndarray[Any, Any]:
     """Return the sums of squares of groups of arrays that the host reads:
     many or long ones by one compiled call.
     """
@@ -217,17 +216,17 @@ def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, An
 
 
 @_compiled
-def _copy(arrays: list[Array]) -> list[Array]:
+def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     """Return copies."""
     return list(map(jnp.copy, arrays))
 
 
 @_compiled
-def _scale_all(arrays: list[Array], factors: Any) -> list[Array]:
+def _scale_all(arrays: list[jax.Array], factors: Any) -> list[jax.Array]:
     return [_product(array, factors[number]) for number, array in enumerate(arrays)]
 
 
-def _product(array: Array, factor: Array) -> Array:
+def _product(array: jax.Array, factor: jax.Array) -> jax.Array:
     """Return a product in the wider of two dtypes, also where the user's code may not mix them."""
     if jnp.iscomplexobj(array):
         return array * factor.astype(array.dtype)
@@ -246,7 +245,7 @@ def names_of(all_reduce: Any) -> Names | None:
     return names if fits else None
 
 
-def varying(array: Array) -> frozenset[Any]:
+def varying(array: jax.Array) -> frozenset[Any]:
     """Return the axes along which a value is known to differ from device to device."""
     aval = getattr(array, "aval", None)
     axes = getattr(aval, "manual_axis_type", None)  # before JAX 0.10 ``vma``
@@ -255,7 +254,10 @@ def varying(array: Array) -> frozenset[Any]:
 
 
 def _copies(
-    arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]
+    arrays: Sequence[jax.Array],
+    names: Names,
+    shared: list[bool] | None,
+    place: Callable[[int], str],
 ) -> list[int]:
     """Return how many devices along the axes hold each array.
 
@@ -276,7 +278,7 @@ def _copies(
     if shared is None:
         shared = [False] * len(arrays)
 
-    def count(number: int, array: Array, copy: bool) -> int:
+    def count(number: int, array: jax.Array, copy: bool) -> int:
         axes = varying(array)
         more = sorted(str(name) for name in axes.difference(names) if _axis_size(name) > 1)
         if more:
@@ -333,7 +335,7 @@ def _unnamed(names: Names, more: list[str], where: str) -> str:
     )
 
 
-def _reduce_over_axes(names: Names, array: Array, op: str) -> Array:
+def _reduce_over_axes(names: Names, array: jax.Array, op: str) -> jax.Array:
     """Return the sum or the maximum over devices.
 
     A value that is the same on n devices counts n times.
@@ -350,12 +352,14 @@ _with_slope: Callable[[Callable[..., Any]], Any] = partial(jax.custom_jvp, nondi
 
 
 @_with_slope
-def _largest(names: Names, array: Array) -> Array:
+def _largest(names: Names, array: jax.Array) -> jax.Array:
     """Return the maximum along axes, for which JAX has no derivative."""
     return jax.lax.pmax(array, names)
 
 
-def _slope(names: Names, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _slope(
+    names: Names, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Return the derivative: that of the largest value, or the mean of those of several."""
     [array], [tangent] = primals, tangents
     top = _largest(names, array)
@@ -409,14 +413,14 @@ def _key(entry: Any) -> Any:
 
 @cache
 def _fast_values(
-    plain: Callable[..., Array], guarded: Callable[..., Array]
-) -> Callable[..., Array]:
+    plain: Callable[..., jax.Array], guarded: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
     """Return a function with the values of one function and the derivatives of another,
     traced once for all calls.
     """
     function = jax.custom_jvp(partial(plain, namespace))
 
-    def slope(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    def slope(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         return function(*primals), jax.jvp(partial(guarded, namespace), primals, tangents)[1]
 
     function.defjvp(slope)
@@ -424,7 +428,7 @@ def _fast_values(
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
-def _unstack(array: Array) -> tuple[Array, ...]:
+def _unstack(array: jax.Array) -> tuple[jax.Array, ...]:
     """Return the rows of a vector by one reduction that has a result for each.
 
     XLA compiles a product with a slice twenty times as long as one with a result of its own, and
@@ -444,12 +448,12 @@ def _unstack(array: Array) -> tuple[Array, ...]:
 
 @_unstack.defjvp  # type: ignore[untyped-decorator]
 def _slopes(
-    primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     return _unstack(*primals), tuple(tangents[0])
 
 
-class _JAX(Backend):
+class _JAX(Backend[jax.Array]):
     opens_nodes = True
     joins_by = (
         "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of "
@@ -459,7 +463,7 @@ class _JAX(Backend):
     def signature(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[jax.Array]) -> ArrayFacts:
         # Derivatives are traced.
         return super().array_facts(arrays)._replace(records=False, double=_float64_is_whole())
 
@@ -470,10 +474,10 @@ class _JAX(Backend):
     def allow_float64(self) -> AbstractContextManager[Any]:
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: jax.Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array) if self.readable(array) else None
 
-    def device(self, array: Array) -> Any:
+    def device(self, array: jax.Array) -> Any:
         if array is None or self.traced(array):
             return None
         sharding = array.sharding
@@ -483,7 +487,7 @@ class _JAX(Backend):
             else sharding
         )
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> jax.Array:
         single = isinstance(device, SingleDeviceSharding) and device.device_set == {_first_device()}
         usual = device is None or (single and jax.config.jax_default_device is None)
         if usual:
@@ -493,7 +497,7 @@ class _JAX(Backend):
         # Without comparing the value over all processes, as device_put does.
         return jax.make_array_from_callback(array.shape, device, lambda index: array[index])
 
-    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, arrays: list[jax.Array]) -> list[np.ndarray[Any, Any]]:
         if all(map(self.readable, arrays)):
             # device_get takes longer for each array than reading it
             return list(map(np.asarray, arrays))
@@ -510,17 +514,17 @@ class _JAX(Backend):
         if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):
             return None
 
-        def scale(factor: float) -> list[Array]:
+        def scale(factor: float) -> list[jax.Array]:
             return self.multiply(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
         [total] = _squares_here(arrays, [len(arrays)])
         return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
-    def to_keep(self, arrays: list[Array]) -> list[Array]:
+    def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # They may be donated later.
         return _copy(arrays) if _can_share_a_call(arrays) else list(map(jnp.copy, arrays))
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[jax.Array]:
         if mode == HOST:
             if terms.whole:
                 return terms.in_blocks(_squares_here(terms.arrays, terms.counts))
@@ -529,7 +533,7 @@ class _JAX(Backend):
             return stack_terms(self, sum_long_squares(self, terms, self._short), terms)
         return super().sums(mode, terms)
 
-    def _short(self, array: Array) -> Array | None:
+    def _short(self, array: jax.Array) -> jax.Array | None:
         """Return the float32 sum of squares of a long array:
         XLA's loop for float64 takes up to twice as long.
         """
@@ -542,12 +546,12 @@ class _JAX(Backend):
         )
         return jnp.sum(jnp.square(array.astype(jnp.float32))) if long else None
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+    def pieces(self, array: jax.Array, axes: Axes = None) -> Iterable[jax.Array] | None:
         return None  # a compiler makes no copy
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[jax.Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[jax.Array]:
         numbers = not any([hasattr(factor, "shape") for factor in factors])
         if same(factors) and self.traced(factors[0]):
             # Compiled, donated gradients are not written again where ok is true; a conditional
@@ -581,7 +585,7 @@ class _JAX(Backend):
 
     def replicas(
         self,
-        arrays: list[Array],
+        arrays: list[jax.Array],
         all_reduce: Any,
         shared: list[bool] | None,
         place: Callable[[int], str],
@@ -593,7 +597,7 @@ class _JAX(Backend):
     def rank(self) -> int:
         return int(jax.process_index())
 
-    def stacks(self, array: Array | None) -> bool:
+    def stacks(self, array: jax.Array | None) -> bool:
         # To be stacked, those that are sharded would be gathered.
         return (
             array is not None
@@ -620,10 +624,10 @@ class _JAX(Backend):
     def debug_infs(self) -> bool:
         return bool(jax.config.jax_debug_infs)
 
-    def traced(self, array: Array) -> bool:
+    def traced(self, array: jax.Array) -> bool:
         return isinstance(array, jax.core.Tracer)
 
-    def readable(self, array: Array) -> bool:
+    def readable(self, array: jax.Array) -> bool:
         if self.traced(array) or on_device(array):
             return False
         # of which each process has a copy
@@ -637,7 +641,7 @@ class _JAX(Backend):
             return super().unwrap(leaf, in_place=in_place, whole=whole)
         summed = _sum_duplicates(leaf)
 
-        def back(new: Array) -> Any:
+        def back(new: jax.Array) -> Any:
             # Parts of its type.
             flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
             return sparse.BCOO((new, summed.indices), shape=leaf.shape, **flags)
@@ -651,18 +655,18 @@ class _JAX(Backend):
         )
 
     def fast_values(
-        self, plain: Callable[..., Array], guarded: Callable[..., Array]
-    ) -> Callable[..., Array]:
+        self, plain: Callable[..., jax.Array], guarded: Callable[..., jax.Array]
+    ) -> Callable[..., jax.Array]:
         return _fast_values(plain, guarded)
 
-    def reduce_rows(self, rows: Array, op: Op) -> Array:
+    def reduce_rows(self, rows: jax.Array, op: Op) -> jax.Array:
         # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each
         # user of the sum.
         return super().reduce_rows(
             jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op
         )
 
-    def unstack(self, array: Array) -> list[Array]:
+    def unstack(self, array: jax.Array) -> list[jax.Array]:
         if array.ndim > 1 or not self.traced(array):
             return super().unstack(array)
         return [
@@ -672,8 +676,11 @@ class _JAX(Backend):
         ]
 
     def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
+        self,
+        ok: jax.Array,
+        usual: Callable[[], list[jax.Array]],
+        rare: Callable[[], list[jax.Array]],
+    ) -> list[jax.Array]:
         if self.traced(ok):
             return list(jax.lax.cond(ok, usual, rare))
 
@@ -681,7 +688,7 @@ class _JAX(Backend):
         # gradients twice more than `usual`: waiting for one flag takes less than either.
         return usual() if bool(ok) else rare()
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: jax.Array | None = None) -> AbstractContextManager[Any]:
         computation_context = super().computation_context(first)
         if (
             jax.config.jax_numpy_dtype_promotion == "standard"
@@ -694,10 +701,10 @@ class _JAX(Backend):
             enter_both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")),
         )
 
-    def detach(self, array: Array) -> Array:
+    def detach(self, array: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(array) if self.traced(array) else array
 
-    def to_device_of(self, other: Array, array: Array) -> Array:
+    def to_device_of(self, other: jax.Array, array: jax.Array) -> jax.Array:
         if self.traced(array) or self.traced(other) or array.devices() == other.devices():
             return array
         mesh = isinstance(other.sharding, NamedSharding)

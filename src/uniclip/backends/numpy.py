@@ -22,7 +22,6 @@ from uniclip.backends.base import (
     HOST,
     NUMPY,
     PIECE,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
@@ -346,7 +345,7 @@ namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 _FACTS = ArrayFacts._make((False, True, False, True))
 
 
-class _NumPy(Backend):
+class _NumPy(Backend[View]):
     writes = True
 
     def signature(self, leaves: list[Any]) -> Any:
@@ -369,16 +368,16 @@ class _NumPy(Backend):
     def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
         return HOST
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[View]) -> ArrayFacts:
         return _FACTS
 
-    def readable(self, array: Array) -> bool:
+    def readable(self, array: View) -> bool:
         return True
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: View) -> np.ndarray[Any, Any] | None:
         return np.asarray(array)
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> View:
         return array[()] if array.ndim == 0 else array
 
     def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
@@ -398,14 +397,14 @@ class _NumPy(Backend):
         with np.errstate(all="ignore"):
             return lane_on_host(leaves, float(squares(arrays, [len(arrays)])[0]), limit, scale)
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[View]:
         if terms.whole:
             return terms.in_blocks(squares(terms.arrays, terms.counts))
         return stack_terms(self, sums_of_arrays(terms), terms)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[View], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[View]:
         plain = all([type(factor) is float and factor for factor in factors])
         if plain and not in_place and all([array.itemsize >= WIDE for array in arrays]):
             with np.errstate(all="ignore"):
@@ -420,7 +419,7 @@ class _NumPy(Backend):
                 for pair in zip(arrays, factors, strict=True)
             ]
 
-    def _scale_one(self, array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
+    def _scale_one(self, array: View, factor: Any, *, in_place: bool, zero: bool) -> View:
         exact = zero and bool(np.any(factor == 0))
         if (
             array.itemsize < WIDE
@@ -443,15 +442,15 @@ class _NumPy(Backend):
             else [(x, None if x.flags.writeable else "it is read-only") for x in leaves]
         )
 
-    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+    def write(self, array: View, function: Callable[..., View], *operands: View) -> None:
         with walk([array, *operands], "readwrite") as pieces:
             for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
-    def unstack(self, array: Array) -> list[Array]:
+    def unstack(self, array: View) -> list[View]:
         return list(array)
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+    def pieces(self, array: View, axes: Axes = None) -> Iterable[View] | None:
         if axes is not None:
             return super().pieces(array, axes)
         return walk([array], "readonly") if array.size > PIECE else None

@@ -30,7 +30,6 @@ from uniclip.backends.base import (
     PIECE,
     RECORDED,
     TRACED,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
@@ -90,28 +89,28 @@ def _result_type(*values: Any) -> Any:
     )
 
 
-def _asarray(value: Any, *, dtype: Any = None) -> Array:
+def _asarray(value: Any, *, dtype: Any = None) -> tf.Tensor:
     if not tf.is_tensor(value):
         return tf.convert_to_tensor(value, dtype)
     value = tf.convert_to_tensor(value)
     return value if dtype is None else tf.cast(value, dtype)
 
 
-def _clip(x: Array, min: Any = None, max: Any = None) -> Array:
+def _clip(x: tf.Tensor, min: Any = None, max: Any = None) -> tf.Tensor:
     x = x if min is None else tf.maximum(x, _asarray(min, dtype=x.dtype))
     return x if max is None else tf.minimum(x, _asarray(max, dtype=x.dtype))
 
 
-def _where(condition: Array, x: Any, y: Any, /) -> Array:
+def _where(condition: tf.Tensor, x: Any, y: Any, /) -> tf.Tensor:
     """Choose elementwise; a number gets the dtype of the array beside it."""
     x = x if hasattr(x, "dtype") else tf.constant(x, y.dtype)
     return tf.where(condition, x, y if hasattr(y, "dtype") else tf.constant(y, x.dtype))
 
 
-def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
+def _reduction(reduce: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     def reduction(
-        x: Array, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False
-    ) -> Array:
+        x: tf.Tensor, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False
+    ) -> tf.Tensor:
         return reduce(
             x, axis=axis if axis is None or isinstance(axis, int) else list(axis), keepdims=keepdims
         )
@@ -119,14 +118,14 @@ def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return reduction
 
 
-def _isfinite(x: Array) -> Array:
+def _isfinite(x: tf.Tensor) -> tf.Tensor:
     if x.dtype.is_complex:
         return tf.math.is_finite(tf.math.real(x)) & tf.math.is_finite(tf.math.imag(x))
     return tf.math.is_finite(x)
 
 
-def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    def extreme(x: Array, axis: Any, keepdims: bool) -> Array:
+def _extreme(reduce: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    def extreme(x: tf.Tensor, axis: Any, keepdims: bool) -> tf.Tensor:
         """Return the maximum or minimum, NaN if there is one; XLA's own drop NaN."""
         extremum = reduce(x, axis, keepdims)
         if not x.dtype.is_floating:
@@ -139,13 +138,13 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return extreme
 
 
-def _sum(x: Array, axis: Any, keepdims: bool) -> Array:
+def _sum(x: tf.Tensor, axis: Any, keepdims: bool) -> tf.Tensor:
     """Return the sum, of float32 numbers in float64: TensorFlow adds them sequentially."""
     wide = tf.cast(x, tf.float64) if x.dtype == tf.float32 else x
     return tf.cast(tf.reduce_sum(wide, axis, keepdims), x.dtype)
 
 
-def _sort(x: Array, /, *, axis: int = -1) -> Array:
+def _sort(x: tf.Tensor, /, *, axis: int = -1) -> tf.Tensor:
     # tf.sort reads its axis on the host, which is a tensor there.
     order = list(range(x.shape.rank))
     order.append(order.pop(axis))
@@ -153,7 +152,7 @@ def _sort(x: Array, /, *, axis: int = -1) -> Array:
     return tf.transpose(last, [order.index(place) for place in range(x.shape.rank)])
 
 
-namespace = SimpleNamespace(
+namespace: Any = SimpleNamespace(
     __name__="uniclip.backends.tensorflow.namespace",
     abs=tf.abs,
     all=_reduction(tf.reduce_all),
@@ -217,11 +216,11 @@ namespace = SimpleNamespace(
 )
 
 
-class _TensorFlow(Backend):
+class _TensorFlow(Backend[tf.Tensor]):
     def signature(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[tf.Tensor]) -> ArrayFacts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
         return ArrayFacts(
             traced,
@@ -248,19 +247,19 @@ class _TensorFlow(Backend):
             "v.value())"
         )
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: tf.Tensor) -> np.ndarray[Any, Any] | None:
         if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
             return None
         return np.asarray(array.numpy())
 
-    def device(self, array: Array) -> Any:
+    def device(self, array: tf.Tensor) -> Any:
         return None if array is None or not _GPUS else array.device
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> tf.Tensor:
         with nullcontext() if device is None else tf.device(device):
             return tf.constant(array)
 
-    def to_keep(self, arrays: list[Array]) -> list[Array]:
+    def to_keep(self, arrays: list[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.identity(array) for array in arrays]  # one may be a variable
 
     def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
@@ -275,21 +274,21 @@ class _TensorFlow(Backend):
         ):
             return None
 
-        def scale(factor: float) -> list[Array]:
+        def scale(factor: float) -> list[tf.Tensor]:
             by = tf.constant(factor, tf.float32)
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
         total = float(squares(list(map(_view_memory, tensors)), [len(tensors)])[0])
         return lane_on_host(leaves, total, limit, scale, self.device(tensors[0]))
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(_view_memory, terms.arrays))))
         if mode == TRACED and terms.p == 2 and terms.units is None:
             return stack_terms(self, sum_long_squares(self, terms, self._short), terms)
         return super().sums(mode, terms)
 
-    def _short(self, array: Array) -> Array | None:
+    def _short(self, array: tf.Tensor) -> tf.Tensor | None:
         """Return the float32 sum of squares of a long array: TensorFlow's kernels convert it first,
         XLA is slower.
         """
@@ -303,17 +302,17 @@ class _TensorFlow(Backend):
             return _in_rows(tf.cast(array, tf.float32))
         return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
 
-    def stacks(self, array: Array | None) -> bool:
+    def stacks(self, array: tf.Tensor | None) -> bool:
         return array is not None or not _in_xla()
 
-    def reduce_rows(self, rows: Array, op: Op) -> Array:
+    def reduce_rows(self, rows: tf.Tensor, op: Op) -> tf.Tensor:
         # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each
         # user of the sum.
         return super().reduce_rows(_fence(rows) if _in_xla() else rows, op)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[tf.Tensor]:
         products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
         # XLA takes longer for a conditional than for a product, and so does everything for a small
         # gradient.
@@ -323,8 +322,8 @@ class _TensorFlow(Backend):
         return list(tf.nest.flatten(tf.cond(tf.equal(factors[0], 1), lambda: arrays, products)))
 
     def _products(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[tf.Tensor]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
             return super().multiply(arrays, factors, in_place=in_place, zero=zero)
@@ -344,13 +343,13 @@ class _TensorFlow(Backend):
     def debug_infs(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")
 
-    def traced(self, array: Array) -> bool:
+    def traced(self, array: tf.Tensor) -> bool:
         return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
 
-    def readable(self, array: Array) -> bool:
+    def readable(self, array: tf.Tensor) -> bool:
         return not self.traced(array) and "CPU" in array.device
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+    def pieces(self, array: tf.Tensor, axes: Axes = None) -> Iterable[tf.Tensor] | None:
         # Without XLA, traced code would make the copy too.
         if (
             array.dtype not in {tf.float16, tf.bfloat16}
@@ -370,17 +369,20 @@ class _TensorFlow(Backend):
         return super().unwrap(leaf, in_place=in_place, whole=whole)
 
     def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
+        self,
+        ok: tf.Tensor,
+        usual: Callable[[], list[tf.Tensor]],
+        rare: Callable[[], list[tf.Tensor]],
+    ) -> list[tf.Tensor]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
             return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def detach(self, array: Array) -> Array:
+    def detach(self, array: tf.Tensor) -> tf.Tensor:
         recorded = self.traced(array) or record.could_possibly_record()
         return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: tf.Tensor | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
         computation_context = super().computation_context(first)
         return (
@@ -396,7 +398,7 @@ def _kind_of_tensor(leaf: Any) -> Any:
     return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
-def _view_memory(array: Array) -> np.ndarray[Any, Any]:
+def _view_memory(array: tf.Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of an eager tensor as a NumPy array."""
     if array.dtype != tf.bfloat16:
         return np.asarray(memoryview(array))  # the fastest way, but it does not know bfloat16
@@ -410,14 +412,14 @@ def _in_xla() -> bool:
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
-def _fence(array: Array) -> tuple[Array, Callable[[Array], Array]]:
+def _fence(array: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Return an array that XLA does not take apart, and its derivative,
     for which TensorFlow has none.
     """
     return xla.optimization_barrier(array)[0], lambda upstream: upstream
 
 
-def _in_rows(array: Array) -> Array:
+def _in_rows(array: tf.Tensor) -> tf.Tensor:
     """Return the sum of squares of a long array by short rows,
     since XLA adds the entries of a row sequentially.
     """
@@ -442,7 +444,7 @@ def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
     first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
     wide = tf.cast(values, sum_dtype(namespace, values.dtype))
 
-    def back(new: Array) -> tf.IndexedSlices:
+    def back(new: tf.Tensor) -> tf.IndexedSlices:
         if whole:
             # What has a negative number is left out.
             kept = tf.where(tf.equal(first, tf.range(count)), first, -1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from uniclip.backends.base import (
     PIECE,
     RECORDED,
     TRACED,
-    Array,
     ArrayFacts,
     Axes,
     LeafInfo,
@@ -59,6 +58,8 @@ from uniclip.backends.torch.modes import (
     tracing,
     valueless,
 )
+
+Array: TypeAlias = torch.Tensor
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
