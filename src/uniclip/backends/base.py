@@ -380,10 +380,8 @@ class Backend(Generic[A]):
         """
         formats: list[Any] = []
         for leaf in leaves:
-            if leaf is None:
-                formats.append(None)
-            else:
-                formats.append((type(leaf), str(getattr(leaf, "dtype", None))))
+            dtype = str(getattr(leaf, "dtype", None))
+            formats.append(None if leaf is None else (type(leaf), dtype))
         return tuple(formats)
 
     def is_array(self, leaf: Any) -> bool:
@@ -461,8 +459,7 @@ class Backend(Generic[A]):
 
     def from_host(self, array: View, device: Device) -> A:
         """Return a NumPy array as an array of this library."""
-        moved: A = self.xp.asarray(array)
-        return moved
+        return self.xp.asarray(array)
 
     def to_host(self, arrays: list[A]) -> list[View]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
@@ -478,8 +475,7 @@ class Backend(Generic[A]):
         """
         if not hasattr(self.xp, "stop_gradient"):
             return array
-        detached: A = self.xp.stop_gradient(array)
-        return detached
+        return self.xp.stop_gradient(array)
 
     def to_keep(self, arrays: list[A]) -> list[A]:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
@@ -629,8 +625,7 @@ class Backend(Generic[A]):
         """Return the sum or the maximum of the rows of an array,
         computed once for all of its users in compiled code.
         """
-        reduced: A = self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
-        return reduced
+        return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
 
     def unstack(self, array: A) -> list[A]:
         """Return the rows of an array, by a single operation where there is one."""
@@ -665,18 +660,17 @@ def _add_rows(backend: Backend[A], group: Sequence[A], op: Op) -> A:
 def stack_arrays(backend: Backend[A], arrays: Sequence[A]) -> A:
     """Return arrays of one shape stacked along a new first axis, in the widest of their dtypes."""
     xp = backend.xp
-    stacked: Any
     if all([isinstance(array, NUMPY) for array in arrays]):
         # This takes half as long as np.stack.
-        stacked = np.array(arrays)
-    elif len(arrays) == 1:
-        stacked = xp.expand_dims(arrays[0], axis=0)
-    else:
-        # A device without float64 gets the dtypes that it has.
-        moved = [backend.to_device_of(arrays[0], array) for array in arrays]
-        dtype = xp.result_type(*{array.dtype for array in moved})
-        stacked = xp.stack([cast(xp, array, dtype) for array in moved])
-    return stacked
+        stacked: Any = np.array(arrays)
+        return stacked
+    if len(arrays) == 1:
+        return xp.expand_dims(arrays[0], axis=0)
+
+    # A device without float64 gets the dtypes that it has.
+    moved = [backend.to_device_of(arrays[0], array) for array in arrays]
+    dtype = xp.result_type(*{array.dtype for array in moved})
+    return xp.stack([cast(xp, array, dtype) for array in moved])
 
 
 def op_of(p: float) -> Op:
@@ -707,8 +701,7 @@ def power_sum(backend: Backend[A], array: A, p: float, axes: Axes, unit: Any = N
         stop = start + piece.shape[0]
         parts.append(powers_of(piece, unit if unit is None else unit[start:stop, ...]))
         start = stop
-    joined: A = backend.xp.concat(parts, axis=0)
-    return joined
+    return backend.xp.concat(parts, axis=0)
 
 
 def _combine(backend: Backend[A], parts: list[A], op: Op) -> A:
@@ -727,20 +720,18 @@ def _combine(backend: Backend[A], parts: list[A], op: Op) -> A:
 def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
     """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
     xp = backend.xp
-    total: A
     if p == 2:
         # Without an absolute value, whose derivative at 0 is undefined.
         floats = [_wide(backend, part) for part in _real_parts(xp, x)]
-        squares = [part * part for part in floats]
-        total = xp.sum(reduce(add, squares), axis=axes)
-        return total
+        squares = reduce(add, [part * part for part in floats])
+        return xp.sum(squares, axis=axes)
 
     is_complex = xp.isdtype(x.dtype, "complex floating")
     size = _modulus(backend, x) if is_complex or 1 < p < math.inf else xp.abs(x)
     if p == math.inf:
         return _wide(backend, largest(xp, size, axes))
-    total = xp.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axis=axes)
-    return total
+    powers = _wide(backend, size) if p == 1 else _power(xp, size, p)
+    return xp.sum(powers, axis=axes)
 
 
 def _real_parts(xp: Namespace, x: A) -> list[A]:
@@ -765,8 +756,7 @@ def _modulus(backend: Backend[A], x: A, unit: Any = None) -> A:
     top = xp.where(real > imag, real, imag)
     low = xp.where(real > imag, imag, real)
     ratio = low / xp.where(top > 0, top, xp.ones_like(top))
-    modulus: A = top * xp.sqrt(1 + ratio * ratio)
-    return modulus
+    return top * xp.sqrt(1 + ratio * ratio)
 
 
 def _wide(backend: Backend[A], array: A) -> A:
@@ -911,8 +901,7 @@ def cast(xp: Namespace, array: A, dtype: DType) -> A:
     """Return the array in ``dtype``, or itself if it already has it."""
     if array.dtype == dtype:
         return array
-    converted: A = xp.astype(array, dtype)
-    return converted
+    return xp.astype(array, dtype)
 
 
 def real_dtype(xp: Namespace, dtype: DType) -> DType:
@@ -987,15 +976,13 @@ def largest(xp: Namespace, size: A, axes: Axes) -> A:
     if axes == ():
         return size
 
-    top: A
     # A shape of unknown rank cannot be searched.
     if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:
-        top = xp.sum(size, axis=axes)
-        return top
-    top = xp.max(size, axis=axes)
+        return xp.sum(size, axis=axes)
+
     # The maximum is -∞ where a shape that is known only at run time was empty.
-    top = xp.where(top < 0, xp.zeros_like(top), top)
-    return top
+    top = xp.max(size, axis=axes)
+    return xp.where(top < 0, xp.zeros_like(top), top)
 
 
 def _power(xp: Namespace, size: A, p: float) -> A:
@@ -1004,5 +991,4 @@ def _power(xp: Namespace, size: A, p: float) -> A:
         return size**p
     zero = xp.equal(size, 0.0)
     nonzero = xp.where(zero, xp.ones_like(size), size)
-    power: A = xp.where(zero, size, nonzero**p)
-    return power
+    return xp.where(zero, size, nonzero**p)
