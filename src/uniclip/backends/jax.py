@@ -50,7 +50,15 @@ from uniclip.backends.base import (
     sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
+from uniclip.backends.numpy import (
+    HIGH,
+    LOW,
+    add_groups,
+    array_squares,
+    call_bound,
+    fast_path_on_host,
+    sum_of_squares,
+)
 
 
 def _one_by_one(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -200,7 +208,7 @@ def _squares_here(arrays: list[jax.Array], lengths: list[int]) -> np.ndarray[Any
     """Return the sums of squares of groups of arrays that the host reads:
     many or long ones by one compiled call.
     """
-    float32_sum = few(arrays, sum([array.size for array in arrays])) or any(
+    float32_sum = call_bound(arrays, sum([array.size for array in arrays])) or any(
         [array.dtype not in _SINGLE for array in arrays]
     )
     starts = (
@@ -208,11 +216,11 @@ def _squares_here(arrays: list[jax.Array], lengths: list[int]) -> np.ndarray[Any
     )
     parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
     if not parts:
-        return squares(list(map(np.asarray, arrays)), lengths)
+        return sum_of_squares(list(map(np.asarray, arrays)), lengths)
     totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
     wrapped = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
-    totals[wrapped] = [squares_of(np.asarray(arrays[number])) for number in wrapped]
-    return np.array(sums_of(totals.tolist(), lengths))
+    totals[wrapped] = [array_squares(np.asarray(arrays[number])) for number in wrapped]
+    return np.array(add_groups(totals.tolist(), lengths))
 
 
 @_compiled
@@ -518,7 +526,7 @@ class _JAX(Backend[jax.Array]):
             return self.multiply(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
         [total] = _squares_here(arrays, [len(arrays)])
-        return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
+        return fast_path_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # They may be donated later.

@@ -47,7 +47,7 @@ from uniclip.backends.base import (
     sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import lane_on_host, squares
+from uniclip.backends.numpy import fast_path_on_host, sum_of_squares
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda dtype: dtype.is_bool,
@@ -278,8 +278,8 @@ class _TensorFlow(Backend[tf.Tensor]):
             by = tf.constant(factor, tf.float32)
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
-        total = float(squares(list(map(_view_memory, tensors)), [len(tensors)])[0])
-        return lane_on_host(leaves, total, limit, scale, self.device(tensors[0]))
+        total = float(sum_of_squares(list(map(_view_memory, tensors)), [len(tensors)])[0])
+        return fast_path_on_host(leaves, total, limit, scale, self.device(tensors[0]))
 
     def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:

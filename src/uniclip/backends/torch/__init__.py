@@ -37,7 +37,13 @@ from uniclip.backends.base import (
     unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
+from uniclip.backends.numpy import (
+    call_bound,
+    concatenated_squares,
+    sum_of_squares,
+    sums_of_arrays,
+    worth_concatenating,
+)
 from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
@@ -249,12 +255,18 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
         return np.array([norm * norm])
     leaf_info = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
-    if len(leaf_info) == 1 and not leaf_info.isdisjoint(REAL) and small(sizes, lengths):
+    if (
+        len(leaf_info) == 1
+        and not leaf_info.isdisjoint(REAL)
+        and worth_concatenating(sizes, lengths)
+    ):
         flat = torch._utils._flatten_dense_tensors(arrays)
-        return squares_of_joined(flat.numpy(force=True), sizes, lengths)
-    if not leaf_info <= SINGLE or few(arrays, sum(sizes)):
+        return concatenated_squares(flat.numpy(force=True), sizes, lengths)
+    if not leaf_info <= SINGLE or call_bound(arrays, sum(sizes)):
         return (
-            squares(list(map(view_of, arrays)), lengths) if leaf_info.isdisjoint(FOREIGN) else None
+            sum_of_squares(list(map(view_of, arrays)), lengths)
+            if leaf_info.isdisjoint(FOREIGN)
+            else None
         )
     norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
     return None if None in norms else np.square(norms)
