@@ -34,8 +34,8 @@ from uniclip.backends import (
     flatten_registered,
     tell_compilers,
 )
-from uniclip.backends.arrays import View, overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import LeafInfo, WrappedLeaf, cast
+from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
+from uniclip.backends.base import LeafInfo, View, WrappedLeaf, cast
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices

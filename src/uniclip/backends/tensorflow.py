@@ -176,7 +176,8 @@ namespace: Any = SimpleNamespace(
     any=_reduction(tf.reduce_any),
     arange=lambda stop, /, *, dtype=tf.int32: tf.range(stop, dtype=dtype),
     asarray=_asarray,
-    astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
+    # Tensors are immutable, so a copy is not needed.
+    astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005
     ceil=tf.math.ceil,
     clip=_clip,
     concat=lambda arrays, /, *, axis=0: tf.concat(arrays, axis),
@@ -326,8 +327,8 @@ class _TensorFlow(Backend[tf.Tensor]):
         self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[tf.Tensor]:
         products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
-        # A conditional saves products by 1. Under XLA, and for a small gradient, it takes longer than
-        # they do.
+        # A conditional saves products by 1. Under XLA, and for small gradients, it takes longer
+        # than they do.
         sizes = [array.shape.num_elements() or 0 for array in arrays]
         is_one_tensor = same(factors) and self.traced(factors[0])
         if sum(sizes) <= PIECE or not is_one_tensor or _in_xla():
