@@ -108,7 +108,9 @@ def backend_by(group: object) -> Backend | None:
     if callable(group):
         return None
     load = _LOADERS.get(type(group).__module__.partition(".")[0])
-    return load() if load else None
+    if load is None:
+        return None
+    return load()
 
 
 def to_lists(array: object) -> Any:

@@ -330,7 +330,8 @@ class Standard(Backend[Tensor]):
         """Return the values of arrays of one dtype and device."""
         with self.computation_context(arrays[0]):
             flat = [self.xp.reshape(array, (-1,)) for array in arrays]
-            vector = self._read(flat[0] if len(flat) == 1 else self.xp.concat(flat))
+            joined = flat[0] if len(flat) == 1 else self.xp.concat(flat)
+            vector = self._read(joined)
 
         shapes = [tuple(array.shape) for array in arrays]
         ends = list(accumulate(map(math.prod, shapes)))
@@ -468,7 +469,7 @@ class Standard(Backend[Tensor]):
     ) -> list[Tensor]:
         if self.may_record or self._is_lazy(ok):
             return super().cond(ok, usual, rare)
-        # The one value that a step reads: `rare` would read the gradients twice more.
+        # This is the one value that a step reads: `rare` would read the gradients twice more.
         return usual() if bool(ok) else rare()
 
     # Arrays that are changed in place.
@@ -496,7 +497,9 @@ class Standard(Backend[Tensor]):
 
     def _try_to_write(self, leaf: Any) -> str | None:
         """Write into a copy, of one element if possible, and return why that failed."""
-        element = leaf[(slice(0, 1),) * len(leaf.shape)] if leaf.shape else leaf
+        element = leaf
+        if leaf.shape:
+            element = leaf[(slice(0, 1),) * len(leaf.shape)]
         # The difference is 0 or NaN: either is not the 1 that is written.
         copied = element - element
         # Arithmetic may return another class.

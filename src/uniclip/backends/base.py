@@ -237,7 +237,9 @@ class Terms(NamedTuple):
 
     def in_blocks(self, rows: Sequence[Any] | View) -> list[Any]:
         """Return the rows of all norms as those of each block."""
-        return [rows] if len(self.blocks) == 1 else in_groups(rows, self.blocks)
+        if len(self.blocks) == 1:
+            return [rows]
+        return in_groups(rows, self.blocks)
 
 
 class Products(NamedTuple):
@@ -378,10 +380,10 @@ class Backend(Generic[A]):
 
         An absent leaf is a format, too.
         """
-        formats: list[Any] = []
-        for leaf in leaves:
-            dtype = str(getattr(leaf, "dtype", None))
-            formats.append(None if leaf is None else (type(leaf), dtype))
+        formats: list[Any] = [None] * len(leaves)
+        for number, leaf in enumerate(leaves):
+            if leaf is not None:
+                formats[number] = type(leaf), str(getattr(leaf, "dtype", None))
         return tuple(formats)
 
     def is_array(self, leaf: Any) -> bool:
@@ -625,7 +627,9 @@ class Backend(Generic[A]):
         """Return the sum or the maximum of the rows of an array,
         computed once for all of its users in compiled code.
         """
-        return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
+        if op == "sum":
+            return self.xp.sum(rows, axis=0)
+        return self.xp.max(rows, axis=0)
 
     def unstack(self, array: A) -> list[A]:
         """Return the rows of an array, by a single operation where there is one."""
@@ -643,7 +647,9 @@ class Backend(Generic[A]):
 
 def stack_terms(backend: Backend[A], sums: list[A], terms: Terms) -> list[A]:
     """Return the sums of each block's norms as rows, given that of each array."""
-    rows = sums if terms.weigh is None else terms.weigh(sums)
+    rows = sums
+    if terms.weigh is not None:
+        rows = terms.weigh(sums)
     if len(rows) > len(terms.counts):
         op = op_of(terms.p)
         rows = [_add_rows(backend, group, op) for group in in_groups(rows, terms.counts)]
@@ -699,7 +705,8 @@ def power_sum(backend: Backend[A], array: A, p: float, axes: Axes, unit: Any = N
     start = 0
     for piece in pieces:
         stop = start + piece.shape[0]
-        parts.append(powers_of(piece, unit if unit is None else unit[start:stop, ...]))
+        rows = None if unit is None else unit[start:stop, ...]
+        parts.append(powers_of(piece, rows))
         start = stop
     return backend.xp.concat(parts, axis=0)
 
@@ -726,8 +733,11 @@ def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
         squares = reduce(add, [part * part for part in floats])
         return xp.sum(squares, axis=axes)
 
-    is_complex = xp.isdtype(x.dtype, "complex floating")
-    size = _modulus(backend, x) if is_complex or 1 < p < math.inf else xp.abs(x)
+    # Real numbers stay as narrow as they are where no power is taken.
+    if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating"):
+        size = _modulus(backend, x)
+    else:
+        size = xp.abs(x)
     if p == math.inf:
         return _wide(backend, largest(xp, size, axes))
     powers = _wide(backend, size) if p == 1 else _power(xp, size, p)
@@ -886,7 +896,7 @@ class _LongSums(NamedTuple):
 def enter_both(
     first: AbstractContextManager[Any], second: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Enter two contexts."""
+    """Return a context that enters two others."""
     with first, second:
         yield
 
@@ -967,8 +977,9 @@ def cut(xp: Namespace, array: A, axes: Axes, size: int) -> Iterable[A] | None:
 
 def row_slices(shape: tuple[int, ...], piece: int = PIECE) -> list[slice]:
     """Return slices of the first axis that cut a large array into pieces."""
-    step = max(1, piece * shape[0] // math.prod(shape))
-    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+    length = shape[0]
+    step = max(1, piece * length // math.prod(shape))
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def largest(xp: Namespace, size: A, axes: Axes) -> A:

@@ -211,8 +211,10 @@ def _squares_on_host(arrays: list[jax.Array], lengths: list[int]) -> View:
     many or long ones by compiled calls.
     """
     sizes = [array.size for array in arrays]
-    narrow = all([array.dtype in _SINGLE for array in arrays])
-    if not narrow or call_bound(arrays, sum(sizes)) or not _can_share_a_call(arrays):
+    one_by_one = call_bound(arrays, sum(sizes)) or any(
+        [array.dtype not in _SINGLE for array in arrays]
+    )
+    if one_by_one or not _can_share_a_call(arrays):
         return sum_of_squares(list(map(np.asarray, arrays)), lengths)
 
     parts = list(map(_squares, _in_calls(arrays)))
@@ -255,7 +257,9 @@ def names_of(all_reduce: object) -> Names | None:
         return (all_reduce,)
     if not isinstance(all_reduce, tuple) or not all_reduce:
         return None
-    return all_reduce if all(isinstance(name, str) for name in all_reduce) else None
+    if not all(isinstance(name, str) for name in all_reduce):
+        return None
+    return all_reduce
 
 
 def varying(array: jax.Array) -> frozenset[str]:
@@ -306,7 +310,7 @@ def _count_replicas(
 def _axis_size(name: str) -> int:
     """Return the number of devices along an axis."""
     try:
-        return int(jax.lax.psum(1, name))
+        return jax.lax.psum(1, name)
     except NameError as error:
         msg = (
             f"all_reduce names the axis {name!r}, which does not exist here; call it inside "
@@ -359,7 +363,9 @@ def _reduce_over_axes(names: Names, array: jax.Array, op: Op) -> jax.Array:
     missing = tuple([name for name in names if name not in varying(array) and _is_typed(name)])
     if missing:
         array = jax.lax.pcast(array, missing, to="varying")
-    return _largest(names, array) if op == "max" else jax.lax.psum(array, names)
+    if op == "max":
+        return _largest(names, array)
+    return jax.lax.psum(array, names)
 
 
 # JAX has no types that a checker understands.
@@ -501,7 +507,9 @@ class _JAX(Backend[jax.Array]):
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
 
     def as_numpy(self, array: jax.Array) -> View | None:
-        return np.asarray(array) if self.readable(array) else None
+        if not self.readable(array):
+            return None
+        return np.asarray(array)
 
     def device(self, array: jax.Array | None) -> Sharding | None:
         if array is None or self.traced(array):
@@ -549,7 +557,9 @@ class _JAX(Backend[jax.Array]):
 
     def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # The buffers may be donated later.
-        return _copy(arrays) if _can_share_a_call(arrays) else list(map(jnp.copy, arrays))
+        if _can_share_a_call(arrays):
+            return _copy(arrays)
+        return list(map(jnp.copy, arrays))
 
     def sums(self, mode: int, terms: Terms) -> list[jax.Array]:
         if mode == HOST and terms.whole:
@@ -611,15 +621,20 @@ class _JAX(Backend[jax.Array]):
         """Return factors for `_scale_all`, ``None`` if it cannot take them."""
         if numbers:
             double = any(array.dtype in _DOUBLE for array in arrays)
-            return np.asarray(factors, np.float64 if double else np.float32)
+            dtype = np.float64 if double else np.float32
+            return np.asarray(factors, dtype)
         if any([jnp.iscomplexobj(array) for array in arrays]):
             return None
         operands = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
-        return operands if _can_share_a_call(operands) else None
+        if not _can_share_a_call(operands):
+            return None
+        return operands
 
     def reducer(self, all_reduce: object) -> Reduce | None:
         names = names_of(all_reduce)
-        return None if names is None else partial(_reduce_over_axes, names)
+        if names is None:
+            return None
+        return partial(_reduce_over_axes, names)
 
     def replicas(
         self,
@@ -633,7 +648,7 @@ class _JAX(Backend[jax.Array]):
         if names is None:
             return None
         counts = _count_replicas(arrays, names, shared, place)
-        return None if all(count == 1 for count in counts) else counts
+        return counts if set(counts) - {1} else None
 
     def rank(self) -> int:
         return int(jax.process_index())
@@ -760,8 +775,12 @@ def _unwrap_bcoo(leaf: sparse.BCOO) -> WrappedLeaf:
 
 def _format_of(leaf: Any) -> tuple[Any, ...]:
     """Return class, dtype and sharding of a leaf, also of an object that is no array."""
-    array = leaf.data if isinstance(leaf, sparse.JAXSparse) and hasattr(leaf, "data") else leaf
-    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    array = leaf
+    if isinstance(leaf, sparse.JAXSparse):
+        array = getattr(leaf, "data", leaf)
+    sharding = None
+    if not isinstance(array, jax.core.Tracer):
+        sharding = getattr(array, "sharding", None)
     return type(leaf), type(array), getattr(leaf, "dtype", None), sharding
 
 

@@ -146,7 +146,8 @@ def concatenated_squares(flat: View, sizes: list[int], lengths: list[int]) -> Vi
     """Return ``Σx²`` of groups of small arrays that were concatenated, given their sizes."""
     never_underflows = flat.dtype.char == "f"
     if len(lengths) == 1:
-        total = _sum_squares_float64(flat) if flat.size <= _EXACT else _vector_squares(flat)
+        add_squares = _sum_squares_float64 if flat.size <= _EXACT else _vector_squares
+        total = add_squares(flat)
         if not (total or never_underflows):
             total = _zero_or_underflown(flat)
         return np.array([total])
@@ -169,7 +170,8 @@ def array_squares(array: View, wide: bool = False) -> float:
     if has_blas and (array.size <= PIECE or array.flags.forc):
         return _vector_squares(array.ravel("K"))
 
-    dtype = np.result_type(array.dtype, np.float64 if wide else np.float32)
+    least = np.float64 if wide else np.float32
+    dtype = np.result_type(array.dtype, least)
     with walk([array], "readonly", [dtype]) as pieces:
         return sum(_vector_squares(np.ascontiguousarray(piece)) for piece in pieces)
 
@@ -183,7 +185,8 @@ def _vector_squares(flat: View) -> float:
         return _dot_squares(flat)
 
     rest = flat.size % _ROW
-    rows = (flat[:-rest] if rest else flat).reshape(-1, _ROW)
+    whole = flat[: flat.size - rest]
+    rows = whole.reshape(-1, _ROW)
     with np.errstate(all="ignore"):
         total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
         if rest:
@@ -259,18 +262,21 @@ def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]
 
 
 def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
-    """Return ``Σx²`` along axes by one call of BLAS or einsum, ``None`` if there is no such way."""
-    layout = _layout_along(array.shape, axes) if array.dtype.char in "fd" else None
+    """Return ``Σx²`` along axes by BLAS or einsum, ``None`` for other dtypes and layouts."""
+    if array.dtype.char not in "fd":
+        return None
+    layout = _layout_along(array.shape, axes)
     if layout is None:
         return None
 
     in_rows = array if layout.rows is None else array.transpose(layout.rows)
     if in_rows.flags.c_contiguous:
         rows = in_rows.reshape(layout.size, -1)
-        long = rows.shape[1] > _ROW
-        total = _sum_long_rows(rows, layout.length) if long else np.vecdot(rows, rows)
-        return total, rows, layout.kept
+        if rows.shape[1] > _ROW:
+            return _sum_long_rows(rows, layout.length), rows, layout.kept
+        return np.vecdot(rows, rows), rows, layout.kept
 
+    # A transpose of a contiguous array is added by columns, without a copy.
     in_columns = array.transpose(layout.columns)
     if not in_columns.flags.c_contiguous:
         return None
@@ -284,7 +290,9 @@ def _sum_long_rows(rows: View, length: int) -> View:
     parts = rows[:, :whole].reshape(len(rows), -1, length)
     total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
     tail = rows[:, whole:]
-    return total + np.vecdot(tail, tail) if tail.size else total
+    if tail.size:
+        total = total + np.vecdot(tail, tail)
+    return total
 
 
 def _sum_columns(columns: View) -> View:
@@ -309,10 +317,12 @@ def _recompute_out_of_range(
 
 def _recompute(array: View, rows: View, total: View, in_range: View) -> View:
     """Return sums of rows, those out of range recomputed in float64."""
-    # Sums out of range are nearly always those of zeros, and right.
+    # Sums out of range are nearly always those of zeros, and right. A whole array needs no copy.
     zero = total == 0
-    if zero.any() and all_zero(array if zero.all() else rows[zero]):
-        in_range = in_range | zero
+    if zero.any():
+        suspects = array if zero.all() else rows[zero]
+        if all_zero(suspects):
+            in_range = in_range | zero
 
     remaining = np.flatnonzero(~in_range)
     step = max(1, PIECE // rows.shape[1])
@@ -486,7 +496,9 @@ class _NumPy(Backend[View]):
             return np.multiply(array, factor, out=array, casting="same_kind")
         # A Python number keeps the dtype, but of scalars.
         new = array * factor
-        return new if new.dtype == array.dtype else new.astype(array.dtype)
+        if new.dtype == array.dtype:
+            return new
+        return new.astype(array.dtype)
 
     def storage(self, leaves: list[Any]) -> list[Storage] | None:
         if _are_separate(leaves):
@@ -505,7 +517,9 @@ class _NumPy(Backend[View]):
     def pieces(self, array: View, axes: Axes = None) -> Iterable[View] | None:
         if axes is not None:
             return super().pieces(array, axes)
-        return walk([array], "readonly") if array.size > PIECE else None
+        if array.size <= PIECE:
+            return None
+        return walk([array], "readonly")
 
 
 def sums_of_arrays(terms: Terms) -> list[View]:

@@ -270,7 +270,9 @@ class _TensorFlow(Backend[tf.Tensor]):
         return np.asarray(array.numpy())
 
     def device(self, array: tf.Tensor | None) -> str | None:
-        return None if array is None or not _GPUS else array.device
+        if array is None or not _GPUS:
+            return None
+        return array.device
 
     def from_host(self, array: View, device: Device) -> tf.Tensor:
         with nullcontext() if device is None else tf.device(device):
@@ -313,7 +315,9 @@ class _TensorFlow(Backend[tf.Tensor]):
             return None
         if _in_xla():
             return _sum_squares_in_rows(tf.cast(array, tf.float32))
-        return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
+        if array.dtype != tf.float32:
+            return None
+        return 2 * tf.nn.l2_loss(array)
 
     def stacks(self, array: tf.Tensor | None) -> bool:
         return array is not None or not _in_xla()
@@ -321,7 +325,9 @@ class _TensorFlow(Backend[tf.Tensor]):
     def reduce_rows(self, rows: tf.Tensor, op: Op) -> tf.Tensor:
         # XLA would turn the sum of k stacked numbers into k additions, and copy all of them into
         # each user of the sum.
-        return super().reduce_rows(_optimization_barrier(rows) if _in_xla() else rows, op)
+        if _in_xla():
+            rows = _optimization_barrier(rows)
+        return super().reduce_rows(rows, op)
 
     def multiply(
         self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
@@ -398,7 +404,9 @@ class _TensorFlow(Backend[tf.Tensor]):
 
     def detach(self, array: tf.Tensor) -> tf.Tensor:
         recorded = self.traced(array) or record.could_possibly_record()
-        return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
+        if not recorded or isinstance(array, tf.Variable):
+            return array
+        return tf.stop_gradient(array)
 
     def computation_context(self, first: tf.Tensor | None = None) -> AbstractContextManager[Any]:
         context = super().computation_context(first)
@@ -425,7 +433,9 @@ def _view_memory(array: tf.Tensor) -> View:
     if array.dtype != tf.bfloat16:
         return np.asarray(memoryview(array))
     # ``__array__`` of a 0-d tensor does not work.
-    return np.asarray(array if array.shape.rank else array.numpy())
+    if array.shape.rank == 0:
+        array = array.numpy()
+    return np.asarray(array)
 
 
 def _in_xla() -> bool:
@@ -485,7 +495,9 @@ def _lengths_of(slices: tf.IndexedSlices) -> Sequence[Any] | None:
     if shape is None:
         return None
     if tf.is_tensor(shape):
-        return None if slices.shape.is_fully_defined() else tf.unstack(tf.cast(shape, tf.float64))
+        if slices.shape.is_fully_defined():
+            return None
+        return tf.unstack(tf.cast(shape, tf.float64))
 
     # A tensor shape may be unknown. The values have all lengths but the first.
     if isinstance(shape, tf.TensorShape):
