@@ -321,7 +321,7 @@ def open_tree(
     leaves, spec = flatten_known(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
-    leaf_info = None if met is None else met.known.get((name, whole, met.signature(leaves)))
+    leaf_info = None if met is None else met.leaf_infos.get((name, whole, met.signature(leaves)))
     if leaf_info is None:  # of new kinds of leaves, which are refused if they cannot be clipped
         leaves, spec = flatten(tree, name)
         backend = backend_for(leaves, name, spec)
@@ -346,9 +346,9 @@ def open_tree(
             leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
         key = backend.signature(leaves)
         if key is not None:
-            if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
-                backend.known.clear()
-            leaf_info = backend.known.setdefault((name, whole, key), leaf_info)
+            if len(backend.leaf_infos) >= LEAF_INFO_CACHE_SIZE:
+                backend.leaf_infos.clear()
+            leaf_info = backend.leaf_infos.setdefault((name, whole, key), leaf_info)
     opened = Opened(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
     if in_place and not whole:
         _raise_if_integers(opened)

@@ -391,7 +391,7 @@ class Standard(Backend[Tensor]):
         # Each sum is computed on the device of its array, and moved.
         target = _STEP_DEVICE.get()
         sums = []
-        for array, *arguments in terms.each():
+        for array, *arguments in terms.by_array():
             with self.computation_context(array):
                 total = power_sum(self, array, *arguments)
             sums.append(total if target is None else self._move(total, target))
@@ -403,7 +403,7 @@ class Standard(Backend[Tensor]):
         Along others libraries add one by one, and float32 loses digits.
         """
         arrays, axes, units = [], [], []
-        for array, _, along, unit in terms.each():
+        for array, _, along, unit in terms.by_array():
             rows, last, row_unit = self._move_axes_last(array, along, unit)
             arrays.append(rows)
             axes.append(last)

@@ -103,6 +103,8 @@ class LeafInfo:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
+
+        # Integers do not decide the dtype of the norms.
         floats = [array for array in present if not xp.isdtype(array.dtype, "integral")]
         self.dtype: Any = norm_dtype(xp, floats)
         """The dtype of their norms: float32, or the widest real one."""
@@ -112,6 +114,7 @@ class LeafInfo:
             self.dtype = xp.float32
         self.narrow = self.dtype == xp.float32
         """Whether all of their squares fit into float64."""
+
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
 
@@ -227,7 +230,7 @@ class Terms(NamedTuple):
         """Whether only squares of whole arrays are added."""
         return self.p == 2 and self.axes is None and self.units is None and self.weigh is None
 
-    def each(self) -> list[tuple[Any, float, Axes, Any]]:
+    def by_array(self) -> list[tuple[Any, float, Axes, Any]]:
         """Return the arguments of `power_sum` for each array."""
         nothing = [None] * len(self.arrays)
         axes = self.axes or nothing
@@ -301,7 +304,7 @@ class Products(NamedTuple):
 
 
 def _take(values: Sequence[Any] | None, numbers: list[int]) -> list[Any] | None:
-    """Return some of the values, ``None`` of ``None``."""
+    """Return the values with these numbers, ``None`` if there are no values."""
     if values is None:
         return None
     return [values[number] for number in numbers]
@@ -319,6 +322,7 @@ def _rows_of(backend: Backend, block: View | Factors, users: int) -> Sequence[An
     """Return the factors of a block, of which so many arrays use one."""
     if isinstance(block, np.ndarray):
         return block.tolist() if block.ndim == 1 else block
+    # One row needs no operation that returns several.
     if users == block.shape[0] == 1:
         return [block[0, ...]]
     return backend.unstack(block)
@@ -331,6 +335,8 @@ def expand_to_leaf(backend: Backend, value: Any, array: Tensor, axes: Axes) -> A
     """
     if not hasattr(value, "shape"):
         return value
+
+    # NumPy's arrays are on no device, and one reshape adds all axes.
     if isinstance(value, NUMPY):
         if axes is None:
             return value
@@ -371,7 +377,7 @@ class Backend(Generic[A]):
 
     def __init__(self, xp: Any) -> None:
         self.xp: Namespace = xp
-        self.known: dict[Any, LeafInfo] = {}
+        self.leaf_infos: dict[Any, LeafInfo] = {}
 
     # The format of a leaf.
 
@@ -411,15 +417,15 @@ class Backend(Generic[A]):
 
     # Where arrays are, and whether they have values.
 
-    def mode(self, leaf_info: LeafInfo, beside: Tree = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         """Return the execution mode of a step on such leaves.
 
-        ``beside`` is a tree of all other inputs.
+        ``inputs`` is a tree of all other inputs of the step.
         """
         if leaf_info.traced:
             return TRACED
-        inputs: list[A] = optree.tree_leaves(beside)  # type: ignore[arg-type]
-        if any([self.traced(array) for array in inputs]):
+        arrays: list[A] = optree.tree_leaves(inputs)  # type: ignore[arg-type]
+        if any([self.traced(array) for array in arrays]):
             return TRACED
 
         if leaf_info.reads:
@@ -517,7 +523,7 @@ class Backend(Generic[A]):
         In float64 if possible; NumPy's in the mode `HOST`, where a sum of float64 elements is 0
         only if all are.
         """
-        sums = [power_sum(self, *term) for term in terms.each()]
+        sums = [power_sum(self, *term) for term in terms.by_array()]
         return stack_terms(self, sums, terms)
 
     def pieces(self, array: A, axes: Axes = None) -> Iterable[A] | None:
@@ -547,14 +553,14 @@ class Backend(Generic[A]):
         """Multiply as `scale` does, given the factor of each array: Python numbers,
         or arrays that broadcast against theirs.
         """
+
+        xp = self.xp
         pairs = zip(arrays, factors, strict=True)
         if not in_place:
-            return [
-                times(self.xp, array, operand(self, array, factor), zero) for array, factor in pairs
-            ]
+            return [times(xp, array, operand(self, array, by), zero) for array, by in pairs]
 
         def multiplied(array: A, factor: A) -> A:
-            return times(self.xp, array, factor, zero)
+            return times(xp, array, factor, zero)
 
         for array, factor in pairs:
             self.write(array, multiplied, operand(self, array, factor))
@@ -633,6 +639,7 @@ class Backend(Generic[A]):
 
     def unstack(self, array: A) -> list[A]:
         """Return the rows of an array, by a single operation where there is one."""
+        # The function is new in the standard of 2023.
         unstack = getattr(self.xp, "unstack", None)
         if unstack is not None:
             return list(unstack(array))
@@ -697,10 +704,12 @@ def power_sum(backend: Backend[A], array: A, p: float, axes: Axes, unit: Any = N
     pieces = backend.pieces(array, axes)
     if pieces is None:
         return powers_of(array, unit)
+
     # A unit has one row where the first axis is added.
     if axes is None or 0 in axes:
         return _combine(backend, [powers_of(piece, unit) for piece in pieces], op_of(p))
 
+    # Otherwise each piece has rows of the result, and of the unit.
     parts = []
     start = 0
     for piece in pieces:
@@ -738,6 +747,7 @@ def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
         size = _modulus(backend, x)
     else:
         size = xp.abs(x)
+
     if p == math.inf:
         return _wide(backend, largest(xp, size, axes))
     powers = _wide(backend, size) if p == 1 else _power(xp, size, p)
@@ -762,6 +772,7 @@ def _modulus(backend: Backend[A], x: A, unit: Any = None) -> A:
     if len(sizes) == 1:
         return sizes[0]
 
+    # The larger part is taken out of the root, so that no square overflows or underflows.
     real, imag = sizes
     top = xp.where(real > imag, real, imag)
     low = xp.where(real > imag, imag, real)
@@ -782,6 +793,8 @@ def operand(backend: Backend[A], array: A, factor: Any) -> A:
     """Return a factor as an array on the device of another, wide enough to multiply in."""
     if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
         factor = backend.from_host(np.asarray(factor), backend.device(array))
+
+    # A product of float16 or bfloat16 numbers is computed in float32.
     xp = backend.xp
     dtype = xp.result_type(array.dtype, xp.float32)
     return cast(xp, backend.to_device_of(array, factor), dtype)
@@ -796,9 +809,10 @@ def sum_long_squares(
     ``float32_sum(array)`` is the float32 sum of a long array, ``None`` for another one. Each block
     has one conditional, whose rare branch measures its long arrays again.
     """
+    # Only arrays that are added whole have long sums.
     sums = []
     long = set()
-    for number, term in enumerate(terms.each()):
+    for number, term in enumerate(terms.by_array()):
         array, _, axes, _ = term
         total = float32_sum(array) if axes is None else None
         if total is None:
@@ -926,6 +940,7 @@ def norm_dtype(xp: Namespace, arrays: Sequence[Tensor]) -> DType:
     dtypes = {array.dtype for array in arrays}
     if not dtypes:
         return xp.float32
+
     wide = [xp.result_type(dtype, xp.float32) for dtype in dtypes]
     return real_dtype(xp, reduce(xp.result_type, wide))
 
@@ -948,6 +963,7 @@ def times(xp: Namespace, array: A, factor: A, zero: bool) -> A:
     if zero:
         wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
     product = wide * factor
+
     # A product by the complex number 1 would change the sign of a zero.
     if xp.isdtype(wide.dtype, "complex floating"):
         product = xp.where(xp.equal(factor, 1.0), wide, product)
@@ -970,6 +986,7 @@ def cut(xp: Namespace, array: A, axes: Axes, size: int) -> Iterable[A] | None:
     """Return the pieces of an array of more than ``size`` elements, as `Backend.pieces` does."""
     if math.prod(array.shape) <= size:
         return None
+
     if axes is None:
         array = xp.reshape(array, (-1,))
     return (array[rows, ...] for rows in row_slices(array.shape, size))
@@ -1000,6 +1017,8 @@ def _power(xp: Namespace, size: A, p: float) -> A:
     """Return the power of a modulus, with finite second derivatives at 0."""
     if p > 2:
         return size**p
+
+    # That of a smaller power is infinite at 0, and NaN where it is multiplied by 0.
     zero = xp.equal(size, 0.0)
     nonzero = xp.where(zero, xp.ones_like(size), size)
     return xp.where(zero, size, nonzero**p)

@@ -158,6 +158,8 @@ def _can_share_a_call(arrays: Sequence[jax.Array]) -> bool:
     """
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return False
+
+    # One call takes arrays of the same devices. Most share the very same sharding.
     first = arrays[0].sharding
     shardings = [array.sharding for array in arrays]
     return all(other is first or other.device_set == first.device_set for other in shardings)
@@ -217,6 +219,7 @@ def _squares_on_host(arrays: list[jax.Array], lengths: list[int]) -> View:
     if one_by_one or not _can_share_a_call(arrays):
         return sum_of_squares(list(map(np.asarray, arrays)), lengths)
 
+    # Sums of float32 squares that are out of range, and those of zeros, are computed again.
     parts = list(map(_squares, _in_calls(arrays)))
     totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
     out_of_range = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
@@ -363,16 +366,19 @@ def _reduce_over_axes(names: Names, array: jax.Array, op: Op) -> jax.Array:
     missing = tuple([name for name in names if name not in varying(array) and _is_typed(name)])
     if missing:
         array = jax.lax.pcast(array, missing, to="varying")
+
     if op == "max":
         return _largest(names, array)
     return jax.lax.psum(array, names)
 
 
 # JAX has no types that a checker understands.
-_with_slope: Callable[[Callable[..., Any]], Any] = partial(jax.custom_jvp, nondiff_argnums=(0,))
+_with_derivative: Callable[[Callable[..., Any]], Any] = partial(
+    jax.custom_jvp, nondiff_argnums=(0,)
+)
 
 
-@_with_slope
+@_with_derivative
 def _largest(names: Names, array: jax.Array) -> jax.Array:
     """Return the maximum along axes. JAX has no derivative of it."""
     return jax.lax.pmax(array, names)
@@ -384,6 +390,8 @@ def _largest_derivative(
     """Return the derivative: that of the largest value, or the mean of those of several."""
     [array] = primals
     [tangent] = tangents
+
+    # Devices with equal largest values share the derivative.
     top = _largest(names, array)
     is_largest = jnp.equal(array, top).astype(array.dtype)
     weight = is_largest / jax.lax.psum(is_largest, names)
@@ -422,6 +430,7 @@ def flatten_registered(node: Tree) -> tuple[list[Tree], _Structure, Path] | None
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     if treedef == tree_util.tree_structure(0):
         return None
+
     keys = [_key(entry) for (entry,), _ in pairs]
     # A class may give several children the same name.
     if len(set(keys)) < len(keys):
@@ -499,9 +508,9 @@ class _JAX(Backend[jax.Array]):
         # JAX traces derivatives, and records none.
         return super().array_facts(arrays)._replace(records=False, double=_float64_is_whole())
 
-    def mode(self, leaf_info: LeafInfo, beside: Tree = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         # In compiled code, new arrays are tracers even if the gradients are constants.
-        return TRACED if _makes_tracers() else super().mode(leaf_info, beside)
+        return TRACED if _makes_tracers() else super().mode(leaf_info, inputs)
 
     def allow_float64(self) -> AbstractContextManager[Any]:
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
@@ -552,6 +561,7 @@ class _JAX(Backend[jax.Array]):
         def scale(factor: float) -> list[jax.Array]:
             return self.multiply(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
+        # The host waits for this value only: products are dispatched asynchronously.
         [total] = _squares_on_host(arrays, [len(arrays)])
         return fast_path_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 

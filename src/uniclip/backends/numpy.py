@@ -148,10 +148,12 @@ def concatenated_squares(flat: View, sizes: list[int], lengths: list[int]) -> Vi
     if len(lengths) == 1:
         add_squares = _sum_squares_float64 if flat.size <= _EXACT else _vector_squares
         total = add_squares(flat)
+        # Squares of float32 numbers fit into float64, so their sum is 0 only for zeros.
         if not (total or never_underflows):
             total = _zero_or_underflown(flat)
         return np.array([total])
 
+    # One call adds all groups.
     wide = flat.astype(np.float64, copy=False)
     starts = list(accumulate(add_groups(sizes, lengths)[:-1], initial=0))
     totals: View = np.add.reduceat(wide * wide, starts)
@@ -166,6 +168,7 @@ def array_squares(array: View, wide: bool = False) -> float:
     if array.dtype.kind == "c":
         return array_squares(array.real, wide) + array_squares(array.imag, wide)
 
+    # BLAS adds float32 and float64 vectors, in rows that keep the errors of float32 small.
     has_blas = array.dtype.char in "fd" and not (wide and array.dtype.char == "f")
     if has_blas and (array.size <= PIECE or array.flags.forc):
         return _vector_squares(array.ravel("K"))
@@ -232,6 +235,8 @@ def all_zero(array: View) -> bool:
     """
     if array.dtype.kind == "c" or array.itemsize > WIDE * 2:
         return not array.any()
+
+    # The highest bit is the sign, which -0.0 has.
     bits = array.view(f"{array.dtype.byteorder}u{array.itemsize}")
     magnitude = ~(1 << (8 * array.itemsize - 1))
     return int(np.bitwise_or.reduce(bits, axis=None)) & magnitude == 0
@@ -286,6 +291,7 @@ def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
 
 def _sum_long_rows(rows: View, length: int) -> View:
     """Return ``Σx²`` of each row, added in stretches of a length."""
+    # The partial sums are added in float64.
     whole = rows.shape[1] - rows.shape[1] % length
     parts = rows[:, :whole].reshape(len(rows), -1, length)
     total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
@@ -327,6 +333,7 @@ def _recompute(array: View, rows: View, total: View, in_range: View) -> View:
     remaining = np.flatnonzero(~in_range)
     step = max(1, PIECE // rows.shape[1])
     for start in range(0, len(remaining), step):
+        # Pieces, since the float64 copy of all rows may be large.
         numbers = remaining[start : start + step]
         wide = rows[numbers].astype(np.float64)
         squares = np.vecdot(wide, wide)
@@ -426,7 +433,7 @@ class _NumPy(Backend[View]):
         is_extension = leaf.dtype.type.__module__ == "ml_dtypes"
         return is_extension and "float" in name and not name.endswith("e8m0fnu")
 
-    def mode(self, leaf_info: LeafInfo, beside: Tree = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         return HOST
 
     def array_facts(self, arrays: list[View]) -> ArrayFacts:
@@ -525,7 +532,7 @@ class _NumPy(Backend[View]):
 def sums_of_arrays(terms: Terms) -> list[View]:
     """Return ``Σ|x/unit|ᵖ`` of each array."""
     if terms.units is not None or terms.p != 2:
-        return [power_sum(BACKEND, *term) for term in terms.each()]
+        return [power_sum(BACKEND, *term) for term in terms.by_array()]
 
     # Narrower arrays are added as accurately as the widest.
     arrays = list(map(np.asarray, terms.arrays))
@@ -550,6 +557,8 @@ def _squares_along_axes(array: View, axes: Axes, *, wide: bool) -> View:
     total = power_sum(BACKEND, array, 2, axes)
     if array.dtype.char not in "dD" or total.all():
         return total
+
+    # Squares of float64 numbers may underflow, their moduli do not.
     nonzero = power_sum(BACKEND, array, np.inf, axes) > 0
     return np.where((total == 0) & nonzero, UNDERFLOWN, total)
 

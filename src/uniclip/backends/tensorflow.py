@@ -87,6 +87,7 @@ def _result_type(*values: tf.Tensor | tf.DType) -> tf.DType:
     dtypes = list(map(_dtype, values))
     if all(dtype == dtypes[0] for dtype in dtypes):
         return dtypes[0]
+
     # NumPy has no bfloat16, which is promoted to float32 at least.
     known = [tf.float32 if dtype == tf.bfloat16 else dtype for dtype in dtypes]
     return tf.as_dtype(np.result_type(*[dtype.as_numpy_dtype for dtype in known]))
@@ -243,10 +244,11 @@ class _TensorFlow(Backend[tf.Tensor]):
         reads = not traced and all(["CPU" in array.device for array in arrays])
         return ArrayFacts(traced, reads, records=True, double=True)
 
-    def mode(self, leaf_info: LeafInfo, beside: Tree = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         if leaf_info.traced or not tf.executing_eagerly():
             return TRACED
-        # No public function tells whether a tape records.
+
+        # There is no public function that tells whether a tape records.
         if record.could_possibly_record():
             return RECORDED
         return HOST if leaf_info.reads else LIBRARY
@@ -287,6 +289,7 @@ class _TensorFlow(Backend[tf.Tensor]):
     ) -> FastResult | None:
         if in_place or not tf.executing_eagerly() or record.could_possibly_record():
             return None
+
         tensors = [leaf for leaf in leaves if leaf is not None]
         if not tensors or not all([_is_float32_on_cpu(tensor) for tensor in tensors]):
             return None
@@ -377,6 +380,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         # Without XLA, traced code would make the wide copy, too.
         if array.dtype not in _HALF or (array.shape.num_elements() or 0) <= PIECE:
             return None
+
         if axes is not None:
             return (array[rows, ...] for rows in row_slices(array.shape))
         flat = tf.reshape(array, [-1])
@@ -457,6 +461,7 @@ def _sum_squares_in_rows(array: tf.Tensor) -> tf.Tensor:
     """Return the sum of squares of a long array by short rows,
     since XLA adds the elements of a row sequentially.
     """
+    # The rows' sums are added in float64.
     flat = tf.reshape(array, [-1])
     whole = flat.shape[0] - flat.shape[0] % _ROW
     rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), -1)
@@ -472,6 +477,7 @@ def _unwrap_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
     The number of rows stays the same, as XLA must know it, and so do the indices. If ``whole``, for
     a function that may not map 0 to 0, later ones are made zeros again.
     """
+    # The number of the first occurrence of each row's index.
     values = tf.convert_to_tensor(slices.values)
     count = tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))
@@ -502,6 +508,7 @@ def _lengths_of(slices: tf.IndexedSlices) -> Sequence[Any] | None:
     # A tensor shape may be unknown. The values have all lengths but the first.
     if isinstance(shape, tf.TensorShape):
         shape = shape.merge_with([None, *slices.values.shape[1:]])
+
     # TensorFlow leaves a tuple as it is, and then ``slices.shape`` is an error.
     return tuple(map(_length, shape))
 

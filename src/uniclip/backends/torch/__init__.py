@@ -289,7 +289,9 @@ def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
     )
     sums = dict(zip(plain, sums_of_plain, strict=True))
     with torch.no_grad():
-        each = enumerate(terms._replace(units=units and list(map(torch.as_tensor, units))).each())
+        each = enumerate(
+            terms._replace(units=units and list(map(torch.as_tensor, units))).by_array()
+        )
         every = [sums[n] if n in sums else view_of(power_sum(backend, *term)) for n, term in each]
     return stack_terms(DEFAULT, every, terms)
 
