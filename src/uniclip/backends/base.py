@@ -553,7 +553,6 @@ class Backend(Generic[A]):
         """Multiply as `scale` does, given the factor of each array: Python numbers,
         or arrays that broadcast against theirs.
         """
-
         xp = self.xp
         pairs = zip(arrays, factors, strict=True)
         if not in_place:
