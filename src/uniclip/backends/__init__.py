@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Find the backend of an array by the root module of its class.
 
-It never loads a framework: that of an existing object is already imported. What a backend is,
-`uniclip.backends.base` says.
+It never loads a framework: that of an existing object is already imported. The hooks of a backend
+are in `uniclip.backends.base`.
 """
 
 from __future__ import annotations

@@ -292,8 +292,8 @@ class Standard(Backend[Tensor]):
         with _on_device(target):
             return self.xp.asarray(array)
 
-    def to_device_of(self, other: Tensor, array: Tensor) -> Tensor:
-        return self._move(array, self._device_of(other))
+    def to_device_of(self, like: Tensor, array: Tensor) -> Tensor:
+        return self._move(array, self._device_of(like))
 
     def _move(self, array: Tensor, target: _Device) -> Tensor:
         """Return an array on a device, in float32 if that has no wider floats."""
@@ -320,7 +320,7 @@ class Standard(Backend[Tensor]):
         values: list[Any] = [None] * len(arrays)
         places = list(map(_place, arrays))
         for place in set(places):
-            numbers = [number for number, other in enumerate(places) if other == place]
+            numbers = [number for number in range(len(arrays)) if places[number] == place]
             together = self._read_together([arrays[number] for number in numbers])
             for number, array in zip(numbers, together, strict=True):
                 values[number] = array

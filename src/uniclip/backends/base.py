@@ -141,7 +141,7 @@ class WrappedLeaf(NamedTuple):
     storage: Any = None
     """The leaf's own memory, if it has some: the array, or elements that are not summed.
 
-    A single number multiplies it directly.
+    One number multiplies it directly.
     """
     rows: Any = None
     """The indices of the rows of a sparse leaf that the array holds, a vector.
@@ -473,8 +473,8 @@ class Backend(Generic[A]):
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
 
-    def to_device_of(self, other: A, array: A) -> A:
-        """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
+    def to_device_of(self, like: A, array: A) -> A:
+        """Return ``array`` on the device of ``like``; on all of them, if that is distributed."""
         return array
 
     def detach(self, array: A) -> A:

@@ -288,8 +288,8 @@ def _count_replicas(
     ValueError
         If there is no such axis here.
     ValueError
-        If an array varies along an axis without a name, or neither types nor ``shared`` tell which
-        leaves are copies.
+        If an array varies along an axis that is not in ``names``, or if neither types nor
+        ``shared`` show which leaves are replicas.
     """
     sizes = {name: _axis_size(name) for name in names}
     untyped = [name for name in names if not _is_typed(name)]
@@ -303,7 +303,7 @@ def _count_replicas(
         if unnamed:
             raise ValueError(_missing_names(names, unnamed, place(number)))
 
-        # Without types, an array is a shard along every axis unless the user says otherwise.
+        # Without types, an array is a shard along every axis, unless ``shared`` is true of it.
         is_copy = shared is not None and shared[number]
         same_along = sizes.keys() if is_copy else sizes.keys() - axes - set(untyped)
         counts.append(math.prod([sizes[name] for name in same_along]))
@@ -331,10 +331,10 @@ def _is_typed(name: str) -> bool:
 def _unknown_layout(name: str, where: str) -> str:
     """Return the error text for arrays whose types do not have an axis."""
     return (
-        f"all_reduce={name!r}: in jax.pmap, and in jax.shard_map with check_vma=False, JAX does "
-        f"not tell whether {where}, for one, is a shard of the gradient or the same on each device "
-        "of the axis; pass shared=lambda path, leaf: False if all leaves are shards, else a "
-        "function that returns True for the others (or leave out check_vma=False). In to_optax, "
+        f"all_reduce={name!r} can't show whether {where}, for example, is a shard or the same on "
+        "each device, because arrays have no axes in jax.pmap, and in jax.shard_map with "
+        "check_vma=False; pass shared=lambda path, leaf: False if all leaves are shards, else a "
+        "function that returns True for the others, or leave out check_vma=False. In to_optax, "
         "all_reduce is called axis_name"
     )
 
@@ -344,9 +344,9 @@ def _missing_names(names: Names, unnamed: list[str], where: str) -> str:
     return (
         f"all_reduce={_as_argument(names)}, but {where} varies along the axis {unnamed[0]!r} of "
         f"jax.shard_map; pass all_reduce={_as_argument((*names, *unnamed))} if each device has a "
-        "shard of it. If gradients are to be added, add them first, by jax.lax.psum or pmean; if "
-        "each device clips its own, pass a function of (array, op) that reduces over no more axes, "
-        "such as lambda array, op: array. In to_optax, all_reduce is called axis_name"
+        "shard of it, or add the gradients first, by jax.lax.psum or pmean. For each device to "
+        "clip its own, pass a function that reduces over no more axes, such as lambda array, op: "
+        "array. In to_optax, all_reduce is called axis_name"
     )
 
 
@@ -754,10 +754,10 @@ class _JAX(Backend[jax.Array]):
     def detach(self, array: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(array) if self.traced(array) else array
 
-    def to_device_of(self, other: jax.Array, array: jax.Array) -> jax.Array:
-        if self.traced(array) or self.traced(other) or array.devices() == other.devices():
+    def to_device_of(self, like: jax.Array, array: jax.Array) -> jax.Array:
+        if self.traced(array) or self.traced(like) or array.devices() == like.devices():
             return array
-        return jax.device_put(array, _replicated(other.sharding))
+        return jax.device_put(array, _replicated(like.sharding))
 
 
 def _replicated(sharding: Sharding) -> Sharding:

@@ -255,15 +255,15 @@ def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]
     row_sums = [_sum_rows(array, along) if along else None for array, along in pairs]
 
     # One test for all: sums are nearly always in range.
-    totals = [found[0] for found in row_sums if found is not None]
+    totals = [sums[0] for sums in row_sums if sums is not None]
     if totals:
         joined = np.concatenate(totals, axis=None)
         if not (joined.min() > LOW and joined.max() < HIGH):
-            for number, found in enumerate(row_sums):
-                if found is not None:
-                    row_sums[number] = _recompute_out_of_range(arrays[number], *found)
+            for number, sums in enumerate(row_sums):
+                if sums is not None:
+                    row_sums[number] = _recompute_out_of_range(arrays[number], *sums)
 
-    return [found and np.asarray(found[0], np.float64).reshape(found[2]) for found in row_sums]
+    return [sums and np.asarray(sums[0], np.float64).reshape(sums[2]) for sums in row_sums]
 
 
 def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:

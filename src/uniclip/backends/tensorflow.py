@@ -89,8 +89,11 @@ def _result_type(*values: tf.Tensor | tf.DType) -> tf.DType:
         return dtypes[0]
 
     # NumPy has no bfloat16, which is promoted to float32 at least.
-    known = [tf.float32 if dtype == tf.bfloat16 else dtype for dtype in dtypes]
-    return tf.as_dtype(np.result_type(*[dtype.as_numpy_dtype for dtype in known]))
+    numpy_dtypes = []
+    for dtype in dtypes:
+        in_numpy = tf.float32 if dtype == tf.bfloat16 else dtype
+        numpy_dtypes.append(in_numpy.as_numpy_dtype)
+    return tf.as_dtype(np.result_type(*numpy_dtypes))
 
 
 def _asarray(value: Any, *, dtype: tf.DType | None = None) -> tf.Tensor:
@@ -248,7 +251,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         if leaf_info.traced or not tf.executing_eagerly():
             return TRACED
 
-        # There is no public function that tells whether a tape records.
+        # There is no public function to find out whether a tape records.
         if record.could_possibly_record():
             return RECORDED
         return HOST if leaf_info.reads else LIBRARY
