@@ -415,12 +415,14 @@ class _NumPy(Backend[View]):
     writes = True
 
     def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
-        return tuple([
-            leaf.dtype
-            if type(leaf) is np.ndarray
-            else None if leaf is None else (type(leaf), getattr(leaf, "dtype", None))
-            for leaf in leaves
-        ])  # fmt: skip
+        formats: list[Any] = [None] * len(leaves)
+        for number, leaf in enumerate(leaves):
+            # The dtype alone stands for the usual class.
+            if type(leaf) is np.ndarray:
+                formats[number] = leaf.dtype
+            elif leaf is not None:
+                formats[number] = type(leaf), getattr(leaf, "dtype", None)
+        return tuple(formats)
 
     def is_array(self, leaf: Any) -> bool:
         # A matrix product is not elementwise, and whether masked elements count is undefined.
