@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import sys
 import time
@@ -16,11 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -504,6 +506,102 @@ def print_memory() -> None:
         print(f"{name}: {(torch.cuda.max_memory_allocated() - before) / 1e6:.1f} MB")
 
 
+CALLS_BETWEEN_WAITS = 25
+"""How many steps of JAX run before the host waits, as in a training."""
+LARGEST_RATIO = 1.05
+"""How much longer than with optax' clipping a whole step of JAX may take."""
+
+
+def jax_transforms() -> dict[str, tuple[Any, Any]]:
+    """Return AdamW with clipping of optax and of uniclip, in pairs of the same purpose."""
+    import optax
+
+    from uniclip.integrations.optax import to_optax
+
+    adamw = optax.adamw(1e-3)
+    by_norm = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    def ours(rule: Any) -> Any:
+        return optax.chain(to_optax(rule), adamw)
+
+    return {
+        "global": (by_norm, ours(RULES["global"])),
+        "skip": (optax.apply_if_finite(by_norm, 9), ours(RULES["skip"])),
+        "agc": (optax.chain(optax.adaptive_grad_clip(0.01), adamw), ours(RULES["agc"])),
+        "not clipped": (adamw, adamw),
+    }
+
+
+def jax_timer(transform: Any, grads: list[Any]) -> Callable[[], float]:
+    """Return a function that takes some compiled steps, and returns the time of one in µs."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def step(params: Any, grads: Any, state: Any) -> Any:
+        updates, state = transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    program = jax.jit(step, donate_argnums=(0, 2))
+    params = [jnp.ones_like(grad) for grad in grads]
+    held = [(params, transform.init(params))]
+
+    def timed() -> float:
+        params, state = jax.block_until_ready(held.pop())
+        start = time.perf_counter()
+        for _ in range(CALLS_BETWEEN_WAITS):
+            params, state = program(params, grads, state)
+        held.append(jax.block_until_ready((params, state)))
+        return (time.perf_counter() - start) / CALLS_BETWEEN_WAITS * 1e6
+
+    # The first calls compile, and allocate.
+    timed()
+    return timed
+
+
+def time_jax(
+    name: str, shapes: list[tuple[int, ...]], *, rounds: int = 30, largest: float = math.inf
+) -> None:
+    """Print times of whole steps with their spread, and require a ratio of at most ``largest``.
+
+    The two take turns. A machine that is busy for a while slows both of a round, so that ratios
+    are those of rounds.
+    """
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    grads = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    timers = [jax_timer(transform, grads) for transform in jax_transforms()[name]]
+    times = np.array([[timer() for timer in timers] for _ in range(rounds)])
+
+    ratios = times[:, 1] / times[:, 0]
+    columns = {"optax": times[:, 0], "uniclip": times[:, 1], "ratio": ratios}
+    print(f"JAX, whole step of AdamW, {name}: {' | '.join(starmap(with_spread, columns.items()))}")
+    if np.median(ratios) > largest:
+        msg = f"a step takes {np.median(ratios):.3f} times as long as with optax"
+        raise AssertionError(msg)
+
+
+def with_spread(label: str, values: Any) -> str:
+    """Return the median of some values, and between which 90 % of them are."""
+    middle, low, high = np.percentile(values, [50, 5, 95])
+    return f"{label} {middle:.4g} ({low:.4g} to {high:.4g})"
+
+
+def jax_has_gpu() -> bool:
+    """Return whether JAX and optax are installed and see a GPU."""
+    if not HAS_GPU:
+        return False
+    # PyTorch's memory is in use, too.
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        import jax
+        import optax  # noqa: F401 - only whether it is there
+    except ImportError:
+        return False
+    return bool(jax.default_backend() == "gpu")
+
+
 def has_triton() -> bool:
     """Return whether Triton can be imported."""
     try:
@@ -538,10 +636,28 @@ def run_on_gpu(run: Run) -> None:
         print_memory()
 
 
+def run_jax_on_gpu(run: Run) -> None:
+    """Run the section of JAX."""
+    if not jax_has_gpu():
+        run.left_out.append("jax (needs JAX for a GPU, and optax)")
+        return
+    if not run.section("jax"):
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+
+    # The first row shows how far the ratio of equal programs is from 1.
+    for name in ("not clipped", "skip", "agc"):
+        run.check(f"JAX, {name}", lambda: time_jax(name, NETS["GPT-2"]))  # noqa: B023
+    run.check("JAX, global", lambda: time_jax("global", NETS["GPT-2"], largest=LARGEST_RATIO))
+
+
 def main() -> int:
     """Run the requested sections, by default all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", help="of kernels foreach waits graphs streams times")
+    parser.add_argument(
+        "sections", nargs="*", help="of kernels foreach waits graphs streams times jax"
+    )
     parser.add_argument("--minutes", type=float, default=2.0)
     options = parser.parse_args()
     run = Run(options.minutes, set(options.sections))
@@ -555,6 +671,7 @@ def main() -> int:
     if run.section("foreach", needs_gpu=False):
         check_numbers(run, triton=False)
     run_on_gpu(run)
+    run_jax_on_gpu(run)
 
     print(f"\n{run.passed} passed, {len(run.failed)} failed: {', '.join(run.failed) or 'none'}")
     print(f"left out: {', '.join(run.left_out) or 'nothing'}")

@@ -7,6 +7,7 @@ import math
 import sys
 import tracemalloc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 
 import uniclip as uc
 from kit import rules
-from kit.devices import DEVICES, SENT, on_torch
+from kit.devices import DEVICES, SENT, on_torch, patched
 from kit.frameworks import EAGER, Framework
 from kit.trees import leaves, mapped, walk
 
@@ -404,6 +405,59 @@ def test_what_waits_is_found() -> None:
 def test_no_reads_in_jax(framework: Framework, name: str) -> None:
     """Outside of jit no rule reads an array of JAX; fewer rules, since operations are compiled."""
     check_no_reads(framework, name)
+
+
+@contextmanager
+def counted_in_jax() -> Iterator[Counter[str]]:
+    """Let arrays of JAX say that they are elsewhere, and count operations by name, and the flags
+    that the host reads.
+    """
+    import jax
+    from jax.extend.core import Primitive
+
+    counts: Counter[str] = Counter()
+    kind = type(jax.numpy.ones(1))
+    bind, is_true, value = Primitive.bind, kind.__bool__, kind._value
+
+    def counting_bind(primitive: Any, *args: Any, **params: Any) -> Any:
+        counts[primitive.name] += 1
+        return bind(primitive, *args, **params)
+
+    def counting_read(array: Any) -> bool:
+        counts["flags"] += 1
+        with patched(kind, _value=value):
+            return bool(is_true(array))
+
+    # Compiled functions of one operation would start it without Python.
+    with (
+        DEVICES["jax"](),
+        jax.disable_jit(),
+        patched(Primitive, bind=counting_bind),
+        patched(kind, __bool__=counting_read),
+    ):
+        yield counts
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), uc.agc(0.1)])
+def test_one_branch_outside_of_jit(rule: Any) -> None:
+    """On an accelerator float64 sums that are in range are not made again: one flag says so."""
+    import jax
+    import jax.numpy as jnp
+
+    def operations(scale: float) -> Counter[str]:
+        grads = [scale * jnp.ones((3, 4)), scale * jnp.ones(5)]
+        state = rule.init(grads)
+        with counted_in_jax() as counts:
+            rule.update(grads, state, grads)
+        return counts
+
+    with jax.enable_x64(True):
+        usual, rare = operations(1.0), operations(1e-200)
+    assert usual["flags"] == rare["flags"] == 1
+    # The largest moduli are the unit in which sums are made again.
+    assert usual["reduce_max"] == 0
+    assert rare["reduce_max"] > 0
 
 
 def clip_params(way: str, rule: Any, params: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -35,8 +35,8 @@ from uniclip.backends import (
     flatten_registered,
     tell_compilers,
 )
-from uniclip.backends.arrays import View, overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import LeafInfo, WrappedLeaf, cast
+from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
+from uniclip.backends.base import LeafInfo, View, WrappedLeaf, cast
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -375,7 +375,7 @@ def open_leaves(
     # Trees whose leaves have equal signatures share a `LeafInfo`, which says what is wrapped.
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
-    leaf_info = None if met is None else met.known.get((name, whole, met.signature(leaves)))
+    leaf_info = None if met is None else met.leaf_infos.get((name, whole, met.signature(leaves)))
     if leaf_info is None:
         leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
@@ -420,9 +420,9 @@ def _learn_leaf_info(
     signature = backend.signature(leaves)
     if signature is None:
         return leaf_info
-    if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
-        backend.known.clear()
-    return backend.known.setdefault((*purpose, signature), leaf_info)
+    if len(backend.leaf_infos) >= LEAF_INFO_CACHE_SIZE:
+        backend.leaf_infos.clear()
+    return backend.leaf_infos.setdefault((*purpose, signature), leaf_info)
 
 
 def _raise_if_integers(tree: OpenedTree) -> None:

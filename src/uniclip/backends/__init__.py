@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Choose the backend of an array: by the root module of its class, without importing anything new.
+"""Find the backend of an array by the root module of its class.
 
-The framework of an existing object is already imported, so the imports below never load one.
+It never loads a framework: that of an existing object is already imported. The hooks of a backend
+are in `uniclip.backends.base`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import array_api_compat
 import optree
 
+from uniclip._types import Path, Tree
 from uniclip.backends.arrays import Standard
-from uniclip.backends.base import Backend
+from uniclip.backends.base import Backend, View
 from uniclip.backends.numpy import BACKEND as DEFAULT
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = [
     "COMPILER",
@@ -38,23 +37,20 @@ __all__ = [
 ]
 
 MET: dict[type, Backend] = {}
-"""The backends of the classes of arrays that were met; not functools.lru_cache,
-about which torch.compile warns.
+"""A cache of the backends of classes of arrays. (torch.compile warns about functools.lru_cache.)
 
-No other class is kept: ``torch.compile`` looks at all keys, and cannot compare some, such as
+It has no other classes: ``torch.compile`` looks at all keys, and cannot compare some, such as
 ``itertools.chain``.
 """
 
 
 COMPILER = "torch._dynamo"
-"""The module of a compiler that has to be told about uniclip, by `tell_compilers`,
-once it is loaded.
-"""
+"""The module of a compiler that `tell_compilers` has to configure once it is loaded."""
 UNTOLD = [COMPILER]
-"""Empty once it was told."""
+"""Empty once it is configured."""
 
 
-# Import statements, not importlib: tf.function would try to convert importlib's source.
+# Import statements instead of importlib, since tf.function would try to convert importlib's source.
 def _torch() -> Backend:
     from uniclip.backends.torch import BACKEND
 
@@ -82,49 +78,53 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
 }
 
 
-def backend_of(leaf: Any) -> Backend | None:
+def backend_of(leaf: object) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
     cls = type(leaf)
     backend = MET[cls] if cls in MET else _find_backend(leaf)
     return backend if backend is not None and backend.is_array(leaf) else None
 
 
-def _find_backend(leaf: Any) -> Backend | None:
-    """Return the backend of a class that is met for the first time,
-    by the libraries of its bases.
-    """
-    # It can list no bases of a Parameter.
+def _find_backend(leaf: object) -> Backend | None:
+    """Return the backend of a class that is not in the cache, by the libraries of its bases."""
+    # torch.compile cannot list the bases of a Parameter.
     if compiling() and isinstance(leaf, sys.modules["torch"].Tensor):
         return _torch()
+
     cls = type(leaf)
     roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
     load = next(filter(None, map(_LOADERS.get, roots)), None)
-    backend = load() if load else _other(leaf)
-    if backend is not None and not compiling():  # which would compile again for each class
+    backend = load() if load else _standard(leaf)
+    # torch.compile would compile again after each change of the cache.
+    if backend is not None and not compiling():
         MET[cls] = backend
     return backend
 
 
-def backend_by(thing: Any) -> Backend | None:
-    """Return the backend of the library of anything, such as a process group.
+def backend_by(group: object) -> Backend | None:
+    """Return the backend of the library of an object that is no array, such as a process group.
 
-    ``None`` if it is of no library.
+    ``None`` for a function, and for an object of no library.
     """
-    load = None if callable(thing) else _LOADERS.get(type(thing).__module__.partition(".")[0])
-    return load() if load else None
+    if callable(group):
+        return None
+    load = _LOADERS.get(type(group).__module__.partition(".")[0])
+    if load is None:
+        return None
+    return load()
 
 
-def to_lists(array: Any) -> Any:
+def to_lists(array: object) -> Any:
     """Return the values of an array as a number or nested lists."""
     return numpy_of(array).tolist()
 
 
-def numpy_of(array: Any) -> np.ndarray[Any, Any]:
+def numpy_of(array: object) -> View:
     """Return the values of an array of any library as one of NumPy."""
     return library_of(array).to_host([array])[0]
 
 
-def library_of(array: Any) -> Backend:
+def library_of(array: object) -> Backend:
     """Return the backend of an array of any dtype, also of flags, which are no gradients;
     else the default one.
     """
@@ -132,14 +132,16 @@ def library_of(array: Any) -> Backend:
 
 
 def outlives(arrays: list[Any]) -> bool:
-    """Whether values can be kept after the step.
+    """Return whether values can be kept after the step.
 
-    The first says it for all, which are computed from the norms.
+    All are computed from the norms, so the first is like the others.
     """
-    for array in arrays[:1]:  # one of PyTorch's device meta has no values, and stays
-        if (backend_of(array) or DEFAULT).traced(array) and not getattr(array, "is_meta", False):
-            return False
-    return True
+    if not arrays:
+        return True
+    first = arrays[0]
+    # A tensor on PyTorch's meta device has no values, either, but it stays.
+    is_tracer = (backend_of(first) or DEFAULT).traced(first)
+    return not is_tracer or getattr(first, "is_meta", False)
 
 
 def to_remember(new: Any, old: Any) -> Any:
@@ -162,7 +164,7 @@ def _second(_: Any, value: Any) -> Any:
     return value
 
 
-def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
+def flatten_registered(node: Tree) -> tuple[list[Any], Any, Path] | None:
     """Return children, structure and keys of a container that only a framework can open;
     else ``None``.
 
@@ -176,7 +178,7 @@ def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | No
 
 
 def compiling() -> bool:
-    """Whether ``torch.compile`` traces the caller,
+    """Return whether ``torch.compile`` traces the caller,
     where NumPy's dtypes and modules of builtins cannot be looked up.
     """
     torch = sys.modules.get("torch")
@@ -188,25 +190,26 @@ def compiling() -> bool:
 
 
 def tell_compilers() -> None:
-    """Tell compilers that cannot compile uniclip to run it between their graphs.
+    """Have compilers that cannot compile uniclip run it between their graphs.
 
     Call it where they are loaded.
     """
-    from uniclip.backends.torch import between_graphs  # noqa: F401 - compilers run the imports that they trace
+    # A compiler runs the imports that it traces.
+    from uniclip.backends.torch import between_graphs  # noqa: F401
 
-    # A change in traced code would have it compiled anew.
+    # A change of the list in traced code would compile that code again.
     if not compiling():
         UNTOLD.clear()
 
 
-def _other(leaf: Any) -> Backend | None:
+def _standard(leaf: object) -> Backend | None:
     """Return the backend of an array of any other library, which is slow to find out."""
-    known = array_api_compat.is_array_api_obj(leaf) and (
-        # not by forwarding
-        hasattr(type(leaf), "__array_namespace__") or not hasattr(leaf, "__array_namespace__")
-    )
-    if not known:
+    if not array_api_compat.is_array_api_obj(leaf):
         return None
+    # An object that forwards attributes to an array is none itself.
+    if hasattr(leaf, "__array_namespace__") and not hasattr(type(leaf), "__array_namespace__"):
+        return None
+
     library = array_api_compat.array_namespace(leaf)
     for backend in MET.values():
         if isinstance(backend, Standard) and backend.library is library:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Functions for arrays of any library, and the backend of array API libraries without a file.
+"""Functions for arrays of any library, and the backend of array API libraries without a module.
 
-Nothing here assumes that NumPy can read an array, that its device has float64, or that arrays of
-two devices can be mixed.
+It is not for libraries that need code of their own. Nothing here assumes that NumPy can read an
+array, that its device has float64, or that arrays of two devices can be mixed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import numpy as np
 from array_api_compat import is_lazy_array, to_device
 from numpy.lib.array_utils import byte_bounds
 
+from uniclip._types import Device, DType, Namespace, Tensor
 from uniclip.backends.base import (
     NUMPY,
     PIECE,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
     Storage,
     Terms,
+    View,
     cut,
     operand,
     power_sum,
@@ -37,15 +38,15 @@ from uniclip.backends.base import (
     times,
 )
 
-View: TypeAlias = np.ndarray[Any, Any]
-"""An array of NumPy that stands for the memory of one of any framework."""
+Shape: TypeAlias = Iterable[Any]
+"""The lengths of axes. TensorFlow has ``None`` for an unknown one, and shapes of unknown rank."""
 
 _MAKERS = ("arange", "asarray", "empty", "eye", "full", "linspace", "ones", "zeros")
-"""The functions of the standard that make arrays of something else."""
+"""The functions of the standard that make arrays from other objects."""
 _STEP_DEVICE: ContextVar[_Device | None] = ContextVar("step_device", default=None)
-"""The device on which they do during a step, ``None`` for the library's default."""
+"""The device on which they do so during a step, ``None`` for the library's default."""
 _ACCELERATOR_PIECE = 2**24
-"""How many entries of an array are processed at a time on an accelerator,
+"""The number of elements of an array that are processed at a time on an accelerator,
 where each operation has to be launched.
 """
 _CPU = 1
@@ -53,76 +54,88 @@ _CPU = 1
 _NEVER_CHANGE = "arrays of this kind never change"
 
 
-def from_numpy(backend: Backend, array: Any, like: Array) -> Array:
-    """Return values of NumPy as a plain array of a library, on the device of another one."""
+def from_numpy(backend: Backend, array: View | np.generic, like: Tensor) -> Tensor:
+    """Return values of NumPy as an array of a library, on the device of another one."""
     return backend.from_host(np.asarray(array), backend.device(like))
 
 
-def known_true(backend: Backend, flag: Array) -> bool:
-    """Whether a flag can be read, and is true."""
+def known_true(backend: Backend, flag: Tensor) -> bool:
+    """Return whether a flag can be read, and is true."""
     return backend.readable(flag) and bool(flag)
 
 
-def known_ordered(backend: Backend, low: Array, high: Array) -> bool:
-    """Whether arrays are in order, as far as both can be read."""
-    return not (backend.readable(low) and backend.readable(high)) or bool(
-        backend.xp.all(low <= high)
-    )
+def known_ordered(backend: Backend, low: Tensor, high: Tensor) -> bool:
+    """Return whether arrays are in order, as far as both can be read."""
+    if not (backend.readable(low) and backend.readable(high)):
+        return True
+    return bool(backend.xp.all(low <= high))
 
 
-def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
-    """Whether an array of ``shape`` broadcasts to shape ``to``, as far as they are known."""
+def broadcasts(shape: Shape, to: Shape, *, one: bool = True) -> bool:
+    """Return whether an array of ``shape`` broadcasts to shape ``to``, as far as they are known.
+
+    If ``one`` is false, axes of length 1 do not.
+    """
     if _rank_is_unknown(shape, to):
         return True
-    pairs = zip(reversed(tuple(shape)), reversed(tuple(to)), strict=False)
-    return len(shape) <= len(to) and all(
-        m == n or None in (m, n) or (one and m == 1) for m, n in pairs
-    )
+    lengths = tuple(shape)
+    target = tuple(to)
+    if len(lengths) > len(target):
+        return False
+
+    for m, n in zip(reversed(lengths), reversed(target), strict=False):
+        is_unknown = m is None or n is None
+        if not (m == n or is_unknown or (one and m == 1)):
+            return False
+    return True
 
 
-def same_shape(shape: Any, other: Any) -> bool:
-    """Whether two shapes are equal as far as they are known."""
-    return _rank_is_unknown(shape, other) or (
-        len(shape) == len(other) and broadcasts(shape, other, one=False)
-    )
+def same_shape(shape: Shape, other: Shape) -> bool:
+    """Return whether two shapes are equal as far as they are known."""
+    if _rank_is_unknown(shape, other):
+        return True
+    return len(tuple(shape)) == len(tuple(other)) and broadcasts(shape, other, one=False)
 
 
-def _rank_is_unknown(*shapes: Any) -> bool:
+def _rank_is_unknown(*shapes: Shape) -> bool:
+    """Return whether a shape is one of TensorFlow's without a rank."""
     return None in {getattr(shape, "rank", 0) for shape in shapes}
 
 
-def check_shape(name: str, array: Any, norms: Any) -> None:
-    """Refuse limits, or a given norm, whose shape does not fit the norms."""
-    if len(array.shape) and not broadcasts(array.shape, norms.shape):
-        shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
-        msg = f"a {name} of shape {shapes}; give one number"
-        raise ValueError(msg)
+def check_shape(name: str, array: Tensor, norms: Tensor) -> None:
+    """Check that the shape of limits, or of a norm argument, fits the norms."""
+    if len(array.shape) == 0 or broadcasts(array.shape, norms.shape):
+        return
+    shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
+    msg = f"a {name} of shape {shapes}; pass one number"
+    raise ValueError(msg)
 
 
 def overlaps_itself(view: View) -> bool:
-    """Whether several entries may share memory, as those of a broadcast array do."""
+    """Return whether several elements may share memory, as those of a broadcast array do."""
+    axes = zip(view.strides, view.shape, strict=True)
+    strided = sorted((abs(stride), length) for stride, length in axes if length > 1)
     end = view.itemsize
-    for stride, n in sorted(
-        (abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1
-    ):
+    for stride, length in strided:
         if stride < end:
             return view.size > 0
-        end += stride * (n - 1)
+        end += stride * (length - 1)
     return False
 
 
 def overlapping(views: dict[int, View]) -> Iterator[tuple[int, int]]:
-    """Yield two numbers for each array whose stretch of memory overlaps that of one before:
+    """Yield two numbers for each array whose memory range overlaps that of one before:
     the smaller one first.
     """
-    last, end = 0, 0
-    for start, stop, number in sorted(
-        [(*byte_bounds(view), number) for number, view in views.items()]
-    ):
+    ranges = sorted([(*byte_bounds(view), number) for number, view in views.items()])
+    last = 0
+    end = 0
+    for start, stop, number in ranges:
         if start < end:
             yield min(last, number), max(last, number)
         if stop > end:
-            last, end = number, stop
+            last = number
+            end = stop
 
 
 class Address:
@@ -133,7 +146,7 @@ class Address:
     ) -> None:
         self.__array_interface__ = {
             "version": 3,
-            # An empty array has no address, which NumPy up to 2.1 does not take.
+            # An empty array has no address, and NumPy up to 2.1 does not accept 0.
             "data": (start or 1, True),
             "shape": tuple(shape),
             "strides": None if strides is None else tuple(strides),
@@ -142,7 +155,7 @@ class Address:
 
 
 class _Device(NamedTuple):
-    """A device of a library, and what it can do."""
+    """A device of a library, and its abilities."""
 
     device: Any
     """``None`` if the library has no devices."""
@@ -158,8 +171,8 @@ class _Device(NamedTuple):
         return hasattr(self.device, "__enter__")
 
 
-def _inspect_device(xp: Any, device: Any) -> _Device:
-    """Find out what a device of a library can do, on an array of one entry."""
+def _inspect_device(xp: Namespace, device: Device) -> _Device:
+    """Find out the abilities of a device, on an array of one element."""
     options = {} if device is None else {"device": device}
     info = getattr(xp, "__array_namespace_info__", None)
     has_float64 = info is not None and "float64" in info().dtypes(**options)
@@ -175,26 +188,26 @@ def _inspect_device(xp: Any, device: Any) -> _Device:
 
 
 class _Namespace:
-    """A namespace whose functions that make arrays do so on the device of the step."""
+    """A namespace whose functions make arrays on the device of the step."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Namespace) -> None:
         self.__dict__["_library"] = library
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_library"], name)
+        attribute = getattr(self.__dict__["_library"], name)
         if name in _MAKERS:
-            value = _make_on_step_device(value)
-        self.__dict__[name] = value
-        return value
+            attribute = _make_on_step_device(attribute)
+        self.__dict__[name] = attribute
+        return attribute
 
 
-def _make_on_step_device(make: Callable[..., Array]) -> Callable[..., Array]:
+def _make_on_step_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that makes arrays on the device of the step,
     unless a device is given or an array is converted.
     """
 
     @wraps(make)
-    def make_there(*args: Any, **options: Any) -> Array:
+    def make_there(*args: Any, **options: Any) -> Tensor:
         target = _STEP_DEVICE.get()
         if target is None or target.is_context or options.get("device") is not None:
             return make(*args, **options)
@@ -218,7 +231,7 @@ def _on_device(device: _Device) -> Iterator[None]:
         _STEP_DEVICE.reset(token)
 
 
-class Standard(Backend):
+class Standard(Backend[Tensor]):
     """Any library that follows the array API standard.
 
     Parameters
@@ -227,60 +240,62 @@ class Standard(Backend):
         Its namespace.
     """
 
-    writes = True  # `memory` says which classes cannot be written
+    writes = True
+    """Arrays of some classes cannot be written: see `storage`."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Namespace) -> None:
         super().__init__(_Namespace(library))
         self.library = library
         self.may_record = hasattr(library, "stop_gradient")
-        """Whether it may record derivatives; then it may be lazy, too."""
-        self._devices: dict[str, _Device] = {}
+        """Whether it may record derivatives. Then it may be lazy, too."""
+        self._devices: dict[Device, _Device] = {}
         """By name, since devices need be neither hashable nor unique."""
         self._lazy: dict[type, bool] = {}
         """Whether arrays of a class may have no values yet."""
-        self._refusals: dict[type, str | None] = {}
+        self._reasons: dict[type, str | None] = {}
         """Why arrays of a class cannot be written, ``None`` if they can."""
 
-    def signature(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[Tensor]) -> ArrayFacts:
         double = all([self._device_of(array).has_float64 for array in arrays])
         return ArrayFacts(traced=False, reads=False, records=self.may_record, double=double)
 
     # Where arrays are.
 
-    def device(self, array: Array) -> str:
-        device = getattr(array, "device", None)  # some libraries have none
+    def device(self, array: Tensor | None) -> str:
+        # Some libraries have no devices.
+        device = getattr(array, "device", None)
         name = str(device)
         if name not in self._devices:
             self._devices[name] = _inspect_device(self.library, device)
         return name
 
-    def _device_of(self, array: Array) -> _Device:
+    def _device_of(self, array: Tensor) -> _Device:
         return self._devices[self.device(array)]
 
-    def _are_there(self, arrays: Sequence[Array]) -> bool:
-        """Whether all arrays lie on the device of the step."""
+    def _are_there(self, arrays: Sequence[Tensor]) -> bool:
+        """Return whether all arrays are on the device of the step."""
         target = _STEP_DEVICE.get()
         return target is None or all([self._device_of(array) is target for array in arrays])
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        return (
-            super().computation_context() if first is None else _on_device(self._device_of(first))
-        )
+    def computation_context(self, first: Tensor | None = None) -> AbstractContextManager[Any]:
+        if first is None:
+            return super().computation_context()
+        return _on_device(self._device_of(first))
 
-    def from_host(self, array: np.ndarray[Any, Any], device: str) -> Array:
+    def from_host(self, array: View, device: Device) -> Tensor:
         target = self._devices[device]
         if array.dtype == np.float64 and not target.has_float64:
             array = array.astype(np.float32)
         with _on_device(target):
             return self.xp.asarray(array)
 
-    def to_device_of(self, other: Array, array: Array) -> Array:
-        return self._move(array, self._device_of(other))
+    def to_device_of(self, like: Tensor, array: Tensor) -> Tensor:
+        return self._move(array, self._device_of(like))
 
-    def _move(self, array: Array, target: _Device) -> Array:
+    def _move(self, array: Tensor, target: _Device) -> Tensor:
         """Return an array on a device, in float32 if that has no wider floats."""
         source = self._device_of(array)
         if source is target:
@@ -289,14 +304,15 @@ class Standard(Backend):
             array = self._narrow(array, source)
         return to_device(array, target.device)
 
-    def _narrow(self, array: Array, source: _Device) -> Array:
+    def _narrow(self, array: Tensor, source: _Device) -> Tensor:
+        """Return an array in a dtype that a device without float64 has."""
         narrow = _NARROW.get(_dtype_name(array.dtype))
         if narrow is None:
             return array
         with _on_device(source):
             return self.xp.astype(array, getattr(self.xp, narrow))
 
-    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, arrays: list[Tensor]) -> list[View]:
         if all([self._device_of(array).on_host and not self._is_lazy(array) for array in arrays]):
             return super().to_host(arrays)
 
@@ -304,18 +320,25 @@ class Standard(Backend):
         values: list[Any] = [None] * len(arrays)
         places = list(map(_place, arrays))
         for place in set(places):
-            numbers = [number for number, at in enumerate(places) if at == place]
-            shapes = [tuple(arrays[number].shape) for number in numbers]
-            with self.computation_context(arrays[numbers[0]]):
-                flat = [self.xp.reshape(arrays[number], (-1,)) for number in numbers]
-                vector = self._read(flat[0] if len(flat) == 1 else self.xp.concat(flat))
-            ends = list(accumulate(map(math.prod, shapes)))
-            pieces = np.split(vector, ends[:-1])
-            for number, piece, shape in zip(numbers, pieces, shapes, strict=True):
-                values[number] = piece.reshape(shape)
+            numbers = [number for number in range(len(arrays)) if places[number] == place]
+            together = self._read_together([arrays[number] for number in numbers])
+            for number, array in zip(numbers, together, strict=True):
+                values[number] = array
         return values
 
-    def _read(self, vector: Array) -> np.ndarray[Any, Any]:
+    def _read_together(self, arrays: list[Tensor]) -> list[View]:
+        """Return the values of arrays of one dtype and device."""
+        with self.computation_context(arrays[0]):
+            flat = [self.xp.reshape(array, (-1,)) for array in arrays]
+            joined = flat[0] if len(flat) == 1 else self.xp.concat(flat)
+            vector = self._read(joined)
+
+        shapes = [tuple(array.shape) for array in arrays]
+        ends = list(accumulate(map(math.prod, shapes)))
+        pieces = np.split(vector, ends[:-1])
+        return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def _read(self, vector: Any) -> View:
         """Return the values of a vector, by the first way that its library has."""
         if self._device_of(vector).on_host:
             return np.asarray(vector)
@@ -323,27 +346,35 @@ class Standard(Backend):
             return np.asarray(to_device(vector, self._host_device.device))
         if hasattr(vector, "get"):
             return np.asarray(vector.get())
-        with suppress(Exception):  # of any library; the last way is in the standard
+        # Exceptions of any library; the last way needs the standard alone.
+        with suppress(Exception):
             return np.from_dlpack(vector, device="cpu", copy=True)
 
-        convert = next(
-            (function for kind, function in _CONVERTERS if self.xp.isdtype(vector.dtype, kind)),
-            float,
-        )
+        convert = self._converter_of(vector.dtype)
         numbers = [convert(vector[number]) for number in range(vector.shape[0])]
         return np.asarray(numbers, dtype=getattr(np, _dtype_name(vector.dtype), None))
+
+    def _converter_of(self, dtype: DType) -> type[complex]:
+        """Return the class of Python numbers for elements of a dtype."""
+        for kind, number_class in _CONVERTERS:
+            if self.xp.isdtype(dtype, kind):
+                return number_class
+        return float
 
     @cached_property
     def _host_device(self) -> _Device | None:
         """The device of the library that NumPy reads, ``None`` if it names none."""
         info = getattr(self.library, "__array_namespace_info__", None)
-        named = [] if info is None else info().devices()
-        devices = [_inspect_device(self.library, device) for device in named if device is not None]
+        if info is None:
+            return None
+        named = [device for device in info().devices() if device is not None]
+        devices = [_inspect_device(self.library, device) for device in named]
         return next((device for device in devices if device.on_host), None)
 
-    def _is_lazy(self, array: Array) -> bool:
-        """Whether arrays of a class may have no values yet; array-api-compat may read one to say
-        so, which waits.
+    def _is_lazy(self, array: Tensor) -> bool:
+        """Return whether arrays of a class may have no values yet.
+
+        array-api-compat may read an array to find out, and wait for it, so ask once for each class.
         """
         if type(array) not in self._lazy:
             self._lazy[type(array)] = is_lazy_array(array)
@@ -351,14 +382,16 @@ class Standard(Backend):
 
     # Sums and products.
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[Tensor]:
         if terms.axes is not None and not self.array_facts(terms.arrays).double:
             terms = self._with_summed_axes_last(terms)
         if self._are_there(terms.arrays):
             return super().sums(mode, terms)
 
-        target, sums = _STEP_DEVICE.get(), []
-        for array, *arguments in terms.each():
+        # Each sum is computed on the device of its array, and moved.
+        target = _STEP_DEVICE.get()
+        sums = []
+        for array, *arguments in terms.by_array():
             with self.computation_context(array):
                 total = power_sum(self, array, *arguments)
             sums.append(total if target is None else self._move(total, target))
@@ -369,14 +402,23 @@ class Standard(Backend):
 
         Along others libraries add one by one, and float32 loses digits.
         """
-        moved = [self._move_axes_last(array, axes, unit) for array, _, axes, unit in terms.each()]
-        arrays, axes, units = map(list, zip(*moved, strict=True))
+        arrays, axes, units = [], [], []
+        for array, _, along, unit in terms.by_array():
+            rows, last, row_unit = self._move_axes_last(array, along, unit)
+            arrays.append(rows)
+            axes.append(last)
+            units.append(row_unit)
         return terms._replace(arrays=arrays, axes=axes, units=terms.units and units)
 
-    def _move_axes_last(self, array: Array, axes: Axes, unit: Any) -> tuple[Array, Axes, Any]:
+    def _move_axes_last(
+        self, array: Tensor, axes: Axes, unit: Tensor | None
+    ) -> tuple[Tensor, Axes, Tensor | None]:
+        """Return an array with a row for each sum, its axis, and the unit of each row."""
+        if not axes:
+            return array, axes, unit
         shape = tuple(array.shape)
-        kept = tuple([axis for axis in range(len(shape)) if axes and axis not in axes])
-        if not axes or axes[0] == len(kept):
+        kept = tuple([axis for axis in range(len(shape)) if axis not in axes])
+        if axes[0] == len(kept):
             return array, axes, unit
 
         # Flattened first: libraries need not copy a permuted array to reshape it.
@@ -388,13 +430,13 @@ class Standard(Backend):
                 unit = self.xp.reshape(unit, (*lengths, 1))
         return rows, (len(kept),), unit
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
-        on_host = self._device_of(array).on_host
-        return cut(self.xp, array, axes, PIECE if on_host else _ACCELERATOR_PIECE)
+    def pieces(self, array: Tensor, axes: Axes = None) -> Iterable[Tensor] | None:
+        size = PIECE if self._device_of(array).on_host else _ACCELERATOR_PIECE
+        return cut(self.xp, array, axes, size)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[Tensor]:
         multiply = self._multiply_in_place if in_place else self._multiply
         if self._are_there(arrays):
             return [multiply(*pair, zero) for pair in zip(arrays, factors, strict=True)]
@@ -404,16 +446,18 @@ class Standard(Backend):
                 products.append(multiply(array, factor, zero))
         return products
 
-    def _multiply(self, array: Array, factor: Any, zero: bool) -> Array:
+    def _multiply(self, array: Tensor, factor: float | Tensor, zero: bool) -> Tensor:
+        """Return a product."""
         return times(self.xp, array, operand(self, array, factor), zero)
 
-    def _multiply_in_place(self, array: Array, factor: Any, zero: bool) -> Array:
+    def _multiply_in_place(self, array: Any, factor: float | Tensor, zero: bool) -> Tensor:
+        """Write a product into the array."""
         by = operand(self, array, factor)
         if zero or by.dtype != array.dtype or not self.xp.isdtype(array.dtype, "real floating"):
             array[...] = times(self.xp, array, by, zero)
             return array
 
-        # Without a copy where `*=` changes the array itself.
+        # Some libraries change the array itself by `*=`, and make no copy.
         product = array
         product *= by
         if product is not array:
@@ -421,53 +465,58 @@ class Standard(Backend):
         return array
 
     def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
+        self, ok: Tensor, usual: Callable[[], list[Tensor]], rare: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
         if self.may_record or self._is_lazy(ok):
             return super().cond(ok, usual, rare)
-        # The one value that a step reads: `rare` would read the gradients twice more.
+        # This is the one value that a step reads: `rare` would read the gradients twice more.
         return usual() if bool(ok) else rare()
 
     # Arrays that are changed in place.
 
     def storage(self, leaves: list[Any]) -> list[Storage] | None:
-        return [self._memory_of(leaf) for leaf in leaves]
+        return [self._storage_of_leaf(leaf) for leaf in leaves]
 
-    def _memory_of(self, leaf: Any) -> Storage:
+    def _storage_of_leaf(self, leaf: Any) -> Storage:
         with self.computation_context(leaf):
-            reason = self._class_refusal(leaf)
+            reason = self._reason_of_class(leaf)
             if reason is not None or not self._has_views:
                 return None, reason
             return _storage_of(leaf)
 
-    def _class_refusal(self, leaf: Any) -> str | None:
+    def _reason_of_class(self, leaf: Any) -> str | None:
         """Return why arrays of a class cannot be written, ``None`` if they can or are empty.
 
-        array-api-compat takes every class that it does not know for one that can.
+        array-api-compat assumes that it can write every class that it does not know.
         """
-        if type(leaf) not in self._refusals:
+        if type(leaf) not in self._reasons:
             if 0 in leaf.shape:
                 return None
-            self._refusals[type(leaf)] = self._try_to_write(leaf)
-        return self._refusals[type(leaf)]
+            self._reasons[type(leaf)] = self._try_to_write(leaf)
+        return self._reasons[type(leaf)]
 
     def _try_to_write(self, leaf: Any) -> str | None:
-        """Write into a copy, of one entry if that is of the class, and return why that failed."""
-        entry = leaf[(slice(0, 1),) * len(leaf.shape)] if leaf.shape else leaf
-        copied = entry - entry  # 0 or NaN
-        if type(copied) is not type(leaf):  # a class that arithmetic loses
+        """Write into a copy, of one element if possible, and return why that failed."""
+        element = leaf
+        if leaf.shape:
+            element = leaf[(slice(0, 1),) * len(leaf.shape)]
+        # The difference is 0 or NaN: either is not the 1 that is written.
+        copied = element - element
+        # Arithmetic may return another class.
+        if type(copied) is not type(leaf):
             copied = deepcopy(leaf)
         ones = self.xp.ones_like(copied)
         try:
             copied[...] = ones
         except Exception as error:  # noqa: BLE001 - of any library
             return f"{_NEVER_CHANGE} ({_summarize(error)})"
-        changed = bool(self.xp.all(copied == ones))
-        return None if changed else f"{_NEVER_CHANGE}, though writing into them raises no error"
+        if bool(self.xp.all(copied == ones)):
+            return None
+        return f"{_NEVER_CHANGE}, though writing into them raises no error"
 
     @cached_property
     def _has_views(self) -> bool:
-        """Whether a part of an array shares its memory, which no library tells."""
+        """Whether a slice of an array shares its memory. No library has a function for it."""
         whole = self.xp.zeros(2)
         part = whole[:1]
         part[...] = self.xp.ones(1)
@@ -479,11 +528,11 @@ class Standard(Backend):
 
 
 _CONVERTERS = (("bool", bool), ("integral", int), ("complex floating", complex))
-"""What makes Python numbers of entries that are not real; `float` makes those that are."""
+"""The classes of Python numbers for elements that are not real; `float` is for those that are."""
 
 
 _NARROW = {"float64": "float32", "complex128": "complex64"}
-"""What a device without float64 holds instead."""
+"""The dtypes that a device without float64 has instead."""
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -491,7 +540,7 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _place(array: Any) -> tuple[str, str]:
+def _place(array: Tensor) -> tuple[str, str]:
     """Return dtype and device of an array by name,
     since not every library's objects can be compared.
     """
@@ -509,17 +558,18 @@ def _storage_of(leaf: Any) -> Storage:
         view = np.asarray(Address(start, interface["shape"], interface.get("strides"), size))
         return view, "it is read-only" if read_only else None
 
-    with suppress(Exception):  # of any library; then arrays are told apart as objects
-        return np.from_dlpack(leaf), _refusal_of(leaf)
+    # Exceptions of any library: without an address, arrays are compared as objects.
+    with suppress(Exception):
+        return np.from_dlpack(leaf), _reason_of_memory(leaf)
     return None, None
 
 
 def _summarize(error: Exception) -> str:
-    """Return an error of a library in a few words."""
+    """Return an error of a library in a few words, for another message."""
     return shorten(f"{type(error).__name__}: {error}", 120)
 
 
-def _refusal_of(leaf: Any) -> str | None:
+def _reason_of_memory(leaf: Any) -> str | None:
     """Return why memory of the host cannot be written, by writing nothing into it."""
     try:
         if leaf.shape:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""What the core needs of a framework: an array API namespace,
-and hooks with defaults written in it.
+"""The interface between the core and a framework: hooks, with defaults for array API libraries.
 
-A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
-backend. Another one:
+It holds no code of a framework. A library that follows the array API standard needs no file:
+`uniclip.backends.arrays.Standard` is its backend. The backend of another library:
 
-- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
-  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`,
-  `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`,
-  `computation_context`, `allow_float64`, `debug_infs`;
-- *may* be faster, and change arrays in place: `fast_path`, `fast_path_reads`, `sums`, `norms`,
-  `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`; keep constants on a device,
-  and make numbers there: `constant`, `arange`; run again what was `captured`; and have shards in
-  several processes: `reducer`, `replicas`, `rank`;
-- in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
-  `reduce_rows`, `cond`.
+- *must* describe its arrays (`signature`, `is_array`, `unsupported_reason`, `unwrap`), where they
+  are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
+  `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
+  `computation_context`, `allow_float64`, `debug_infs`);
+- *may* be faster, and change arrays in place (`fast_path`, `fast_path_reads`, `sums`, `norms`,
+  `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), keep constants on a device
+  (`constant`, `arange`), run again what was `captured`, and have shards in several processes
+  (`reducer`, `replicas`, `rank`);
+- *may* treat *compiled* code differently (`opens_nodes`, `traced`, `stacks`, `fast_values`,
+  `reduce_rows`, `cond`).
 """
 
 from __future__ import annotations
@@ -25,43 +24,57 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial, reduce
 from itertools import accumulate
-from operator import and_, or_
-from typing import Any, Literal, NamedTuple, TypeAlias
+from operator import add, and_
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import optree
 
-Array: TypeAlias = Any
-Rebuild: TypeAlias = Callable[[Array], Any]
+from uniclip._types import Device, DType, Factors, Namespace, Tensor, Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    A = TypeVar("A", bound=Tensor, default=Any)
+else:
+    from typing import TypeVar
+
+    A = TypeVar("A")
+"""The class of the arrays of a library."""
+
+Leaf: TypeAlias = object
+"""A leaf of a tree: an array, or a gradient in another format, such as a sparse one."""
+View: TypeAlias = np.ndarray[Any, Any]
+"""An array of NumPy, which may stand for the memory of an array of any framework."""
+Rebuild: TypeAlias = Callable[[Any], Leaf]
 Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
-Storage: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
-"""An array at a leaf's place in memory, if that is known,
-and why the leaf cannot be written, if so.
+Storage: TypeAlias = tuple[View | None, str | None]
+"""An array at a leaf's place in memory, ``None`` if that is unknown,
+and the reason why the leaf cannot be written, ``None`` if it can.
 """
 
 NODES: list[tuple[type, Sequence[str], Callable[[Any, Any], Any]]] = []
 """Classes of uniclip that pytree libraries open by iterating: the names of the children,
-and what rebuilds a node.
+and a function that rebuilds a node.
 """
 PIECE = 2**17
-"""How many entries of a large array are processed at a time, to fit a cache."""
+"""The number of elements of a large array that are processed at a time, to fit a cache."""
 NUMPY = (np.ndarray, np.generic)
 """The classes of NumPy's arrays."""
 HOST, LIBRARY, RECORDED, TRACED = range(4)
-"""The modes of a step: the host reads values at no cost.
-
-The library does; it records derivatives; none has any.
+"""Execution modes: values readable on the host for free; computed by the framework;
+computed with autograd; traced (no values).
 """
 FITS = (1e-24, 3.4e38)
-"""Between smallest normal number / eps² and the largest number a sum of squares in float32
-is accurate.
+"""The range in which a float32 sum of squares is accurate: smallest normal number / eps² to the
+largest number.
 """
 
 
 class ArrayFacts(NamedTuple):
-    """What is known of some arrays and their values."""
+    """Facts about arrays and their values."""
 
     traced: bool
     """Whether some have no values."""
@@ -74,11 +87,14 @@ class ArrayFacts(NamedTuple):
 
 
 class LeafInfo:
-    """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
+    """Dtype, device and layout summary of a tree's leaves,
+    interned so that similar trees share one instance.
+    """
 
     def __init__(
-        self, backend: Backend, arrays: list[Array | None], wrapped: tuple[int, ...]
+        self, backend: Backend, arrays: list[Tensor | None], wrapped: tuple[int, ...]
     ) -> None:
+        xp = backend.xp
         present = [array for array in arrays if array is not None]
         self.backend = backend
         self.wrapped = wrapped
@@ -88,16 +104,18 @@ class LeafInfo:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
-        floats = [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
-        self.dtype = norm_dtype(backend.xp, floats)
-        """The dtype of their norms: float32, or the widest real one.
 
-        Norms lie with the first leaf, whose device may have no float64 though that of others has.
-        """
+        # Integers do not decide the dtype of the norms.
+        floats = [array for array in present if not xp.isdtype(array.dtype, "integral")]
+        self.dtype: Any = norm_dtype(xp, floats)
+        """The dtype of their norms: float32, or the widest real one."""
+
+        # Norms are on the first leaf's device, which may have no float64 though others have.
         if not self.double and not backend.array_facts(present[:1]).double:
-            self.dtype = backend.xp.float32
-        self.narrow = self.dtype == backend.xp.float32
+            self.dtype = xp.float32
+        self.narrow = self.dtype == xp.float32
         """Whether all of their squares fit into float64."""
+
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
         largest = [float(backend.xp.finfo(norm_dtype(backend.xp, [x])).max) for x in floats]
@@ -105,52 +123,50 @@ class LeafInfo:
         """The largest factor that all of them can be multiplied by."""
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
-        """Return the facts about a tree without gradients, of a library if one is given."""
+        """Return the summary of a tree without gradients, of another library if one is given."""
         leaf_info = copy(self) if backend is None else LeafInfo(backend, [], ())
-        leaf_info.present, leaf_info.wrapped = (), ()
+        leaf_info.present = ()
+        leaf_info.wrapped = ()
         return leaf_info
 
 
-def unchanged(array: Array) -> Array:
+def unchanged(array: A) -> A:
     """Return an array as it is."""
     return array
 
 
 class WrappedLeaf(NamedTuple):
-    """An odd leaf: one that is not itself a dense array of floating-point numbers in
-    this process.
-    """
+    """A leaf that is not itself a dense floating-point array in this process."""
 
-    array: Array
-    """Its numbers as such an array; those of entries that are stored twice are summed."""
+    array: Any
+    """Its values as a dense array; those of elements that are stored twice are summed."""
     rebuild: Rebuild = unchanged
-    """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
+    """Makes a leaf of this format from a changed array; in place, writes it into the leaf."""
     storage: Any = None
-    """The leaf's own memory, if it has some: the array, or entries that are not summed,
-    which one number multiplies.
+    """The leaf's own memory, if it has some: the array, or elements that are not summed.
+
+    One number multiplies it directly.
     """
     rows: Any = None
-    """Which rows of a sparse leaf the array holds, a vector.
+    """The indices of the rows of a sparse leaf that the array holds, a vector.
 
-    ``()`` if it holds single entries, ``None`` if all.
+    ``()`` if it holds single elements, ``None`` if all.
     """
     shape: Any = None
-    """The lengths of the leaf, numbers or arrays, if it does not tell them."""
+    """The lengths of the leaf, numbers or arrays, if its own attribute does not have them."""
     shard: Any = None
-    """Which part of a distributed leaf it is, with the attributes
+    """The shard of a distributed leaf, with the attributes
     of `uniclip.backends.torch.dtensor.LocalShard`.
     """
 
     @property
     def copied(self) -> bool:
-        """Whether the array is not the leaf's own memory,
-        so that what changes it in place is written back.
-        """
+        """Whether the array is a copy, so that a change in place has to be written back."""
         return self.storage is not self.array
 
     @property
     def by_entry(self) -> bool:
-        """Whether it is a sparse leaf that stores single entries, not rows."""
+        """Whether it is a sparse leaf that stores single elements, not rows."""
         return isinstance(self.rows, tuple)
 
 
@@ -177,62 +193,69 @@ def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None
 
     ``None`` if one is out of its range.
     """
-    if not (norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX) or not (
-        limit == 0 or limit > _FLOAT32_LEAST
-    ):
+    norm_fits = norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX
+    limit_fits = limit == 0 or limit > _FLOAT32_LEAST
+    if not (norm_fits and limit_fits):
         return None
-    norm, limit = float(np.float32(norm)), float(np.float32(min(limit, FLOAT32_MAX)))
+
+    norm = float(np.float32(norm))
+    limit = float(np.float32(min(limit, FLOAT32_MAX)))
     if norm <= limit:
         return norm, limit, 1.0
+
     factor = limit / norm
-    return (norm, limit, float(np.float32(factor))) if factor > _FLOAT32_LEAST else None
+    if factor <= _FLOAT32_LEAST:
+        return None
+    return norm, limit, float(np.float32(factor))
 
 
 class Terms(NamedTuple):
-    """The arrays whose powers a step adds up: those of one norm are in a row,
-    and so are the norms of one block.
+    """The arrays whose powers a step adds.
+
+    Those of one norm are consecutive, and so are the norms of one block.
     """
 
-    arrays: list[Array]
+    arrays: list[Any]
     counts: list[int]
-    """How many arrays, at least one, each norm has."""
+    """The number of arrays, at least one, of each norm."""
     blocks: list[int]
-    """How many norms each block has."""
+    """The number of norms of each block."""
     axes: Sequence[Axes] | None = None
     """The axes along which each is added, ``None`` for all; ``None`` if all are added whole."""
     p: float = 2
     """The power; ∞ for the largest modulus."""
     units: Sequence[Any] | None = None
-    """What each array is divided by first."""
-    weigh: Callable[[list[Array]], list[Array]] | None = None
-    """What is done with the sums of the arrays before they are added."""
+    """The divisor of each array, applied first."""
+    weigh: Callable[[list[Any]], list[Any]] | None = None
+    """A function of the sums of the arrays, applied before these are added."""
 
     @property
     def whole(self) -> bool:
         """Whether only squares of whole arrays are added."""
         return self.p == 2 and self.axes is None and self.units is None and self.weigh is None
 
-    def each(self) -> Iterable[tuple[Array, float, Axes, Any]]:
-        """Return what `power_sum` takes for each array."""
-        axes, units = (
-            [None] * len(self.arrays) if given is None else given
-            for given in (self.axes, self.units)
-        )
-        return [
-            (array, self.p, *pair) for array, *pair in zip(self.arrays, axes, units, strict=True)
-        ]
+    def by_array(self) -> list[tuple[Any, float, Axes, Any]]:
+        """Return the arguments of `power_sum` for each array."""
+        nothing = [None] * len(self.arrays)
+        axes = self.axes or nothing
+        units = self.units or nothing
+        terms = zip(self.arrays, axes, units, strict=True)
+        return [(array, self.p, along, unit) for array, along, unit in terms]
 
-    def in_blocks(self, rows: Any) -> list[Any]:
+    def in_blocks(self, rows: Sequence[Any] | View) -> list[Any]:
         """Return the rows of all norms as those of each block."""
-        return [rows] if len(self.blocks) == 1 else in_groups(rows, self.blocks)
+        if len(self.blocks) == 1:
+            return [rows]
+        return in_groups(rows, self.blocks)
 
 
 class Products(NamedTuple):
-    """The arrays that a step multiplies, and their factors;
-    for a product what `Terms` is for sums.
+    """The arrays that a step multiplies, and their factors.
+
+    It is for products what `Terms` is for sums.
     """
 
-    arrays: list[Array]
+    arrays: list[Any]
     blocks: list[Any]
     """The factors of each block of norms: an array of this library or NumPy's."""
     places: Sequence[tuple[int, int]]
@@ -243,93 +266,103 @@ class Products(NamedTuple):
     ``None`` if all have one factor.
     """
     shards: Sequence[Any] | None = None
-    """The part of a distributed leaf that each array is."""
+    """The shard of a distributed leaf that each array is."""
     in_place: bool = False
     zero: bool = False
     """Whether the product by 0 is 0, also that of NaN and ∞."""
 
-    def take(self, numbers: list[int], arrays: list[Array]) -> Products:
-        """Return the products of others in the places of some of the arrays."""
-        axes, shards = (
-            given and [given[number] for number in numbers] for given in (self.axes, self.shards)
-        )
+    def take(self, numbers: list[int], arrays: list[Any]) -> Products:
+        """Return the products of other arrays in the places of some of the arrays."""
         return self._replace(
             arrays=arrays,
             places=[self.places[number] for number in numbers],
-            axes=axes,
-            shards=shards,
+            axes=_take(self.axes, numbers),
+            shards=_take(self.shards, numbers),
         )
 
     def is_single(self, number: int) -> bool:
-        """Whether one number multiplies a whole array."""
-        return math.prod(self.blocks[self.places[number][0]].shape[1:]) == 1
+        """Return whether one number multiplies a whole array."""
+        block, _ = self.places[number]
+        return math.prod(self.blocks[block].shape[1:]) == 1
 
     def factors(self, backend: Backend) -> list[Any]:
         """Return the factor of each array: a Python number, or an array that broadcasts against it.
 
         The arrays are of this library, or NumPy's.
         """
-        users = [block for block, _ in self.places]
-        rows = {
-            block: _rows_of(backend, self.blocks[block], users.count(block)) for block in set(users)
-        }
-        found = [rows[block][row] for block, row in self.places]
+        used = [block for block, _ in self.places]
+        rows = {}
+        for block in set(used):
+            rows[block] = _rows_of(backend, self.blocks[block], used.count(block))
+        factors = [rows[block][row] for block, row in self.places]
+
         if self.shards is not None:
-            each = zip(found, self.shards, strict=True)
-            found = [
-                value if shard is None else shard.weigh(value, inverse=True)
-                for value, shard in each
-            ]
+            for number, shard in enumerate(self.shards):
+                if shard is not None:
+                    factors[number] = shard.weigh(factors[number], inverse=True)
+
         if self.axes is None:
-            return found
-        every = zip(found, self.arrays, self.axes, strict=True)
-        return [expand_to_leaf(backend, value, array, axes) for value, array, axes in every]
+            return factors
+        terms = zip(factors, self.arrays, self.axes, strict=True)
+        return [expand_to_leaf(backend, factor, array, axes) for factor, array, axes in terms]
+
+
+def _take(values: Sequence[Any] | None, numbers: list[int]) -> list[Any] | None:
+    """Return the values with these numbers, ``None`` if there are no values."""
+    if values is None:
+        return None
+    return [values[number] for number in numbers]
 
 
 def products_by(
-    arrays: list[Array], factor: Any, *, in_place: bool = False, zero: bool = False
+    arrays: list[A], factor: float | Tensor, *, in_place: bool = False, zero: bool = False
 ) -> Products:
     """Return the products of all arrays by one number."""
-    return Products(
-        arrays, [np.asarray([factor])], [(0, 0)] * len(arrays), in_place=in_place, zero=zero
-    )
+    places = [(0, 0)] * len(arrays)
+    return Products(arrays, [np.asarray([factor])], places, in_place=in_place, zero=zero)
 
 
-def _rows_of(backend: Backend, block: Any, users: int) -> Any:
-    """Return the factors of a block."""
+def _rows_of(backend: Backend, block: View | Factors, users: int) -> Sequence[Any] | View:
+    """Return the factors of a block, of which so many arrays use one."""
     if isinstance(block, np.ndarray):
         return block.tolist() if block.ndim == 1 else block
-    return [block[0, ...]] if users == block.shape[0] == 1 else backend.unstack(block)
+    # One row needs no operation that returns several.
+    if users == block.shape[0] == 1:
+        return [block[0, ...]]
+    return backend.unstack(block)
 
 
-def expand_to_leaf(backend: Backend, value: Any, array: Array, axes: Axes) -> Any:
-    """Return a norm's value, if it is not a Python number, on the device of the array,
-    with the array's dimensions.
+def expand_to_leaf(backend: Backend, value: Any, array: Tensor, axes: Axes) -> Any:
+    """Return a norm's value on the device of an array, with the array's dimensions.
 
-    That of a whole array fits as it is.
+    A Python number, and the value of a whole array, fit as they are.
     """
     if not hasattr(value, "shape"):
         return value
+
+    # NumPy's arrays are on no device, and one reshape adds all axes.
     if isinstance(value, NUMPY):
-        return (
-            value
-            if axes is None
-            else value.reshape([1 if n in axes else m for n, m in enumerate(array.shape)])
-        )
+        if axes is None:
+            return value
+        lengths = list(array.shape)
+        for axis in axes:
+            lengths[axis] = 1
+        return value.reshape(lengths)
+
     value = backend.to_device_of(array, value)
     for axis in axes or ():
         value = backend.xp.expand_dims(value, axis=axis)
     return value
 
 
-def fill_places(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
-    """Return the leaves with other arrays in the places of those that are there."""
+def fill_places(leaves: Sequence[A | None], arrays: Iterable[A]) -> list[A | None]:
+    """Return the leaves with other arrays in the places of those that are not ``None``."""
     left = iter(arrays)
     return [None if leaf is None else next(left) for leaf in leaves]
 
 
-class Backend:
-    """The hooks, with defaults for arrays on one device, which NumPy reads and which never change.
+class Backend(Generic[A]):
+    """The hooks, with defaults for immutable arrays on one device, which NumPy can read.
 
     Parameters
     ----------
@@ -340,31 +373,31 @@ class Backend:
     writes = False
     """Whether arrays can be changed in place."""
     joins_by = "a function of (array, op)"
-    """The kinds of ``all_reduce`` that are taken."""
+    """The kinds of ``all_reduce`` that are supported."""
     opens_nodes = False
-    """Whether compilers open and rebuild `NODES` in what compiled code returns."""
+    """Whether compilers open and rebuild `NODES` in the result of compiled code."""
     output_axis = -1
-    """The axis of a weight along which its output units lie."""
+    """The axis of a weight along which its output units are."""
 
     def __init__(self, xp: Any) -> None:
-        self.xp = xp
-        self.known: dict[Any, LeafInfo] = {}
+        self.xp: Namespace = xp
+        self.leaf_infos: dict[Any, LeafInfo] = {}
 
-    # What a leaf holds.
+    # The format of a leaf.
 
-    def signature(self, leaves: list[Any]) -> Any:
-        """Return a key that is equal for leaves of equal kinds, ``None`` for no key;
-        ``None`` is a kind, too.
+    def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
+        """Return a key that is equal for leaves of equal formats, ``None`` for no key.
+
+        An absent leaf is a format, too.
         """
-        return tuple(
-            [
-                None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None)))
-                for leaf in leaves
-            ]
-        )
+        formats: list[Any] = [None] * len(leaves)
+        for number, leaf in enumerate(leaves):
+            if leaf is not None:
+                formats[number] = type(leaf), str(getattr(leaf, "dtype", None))
+        return tuple(formats)
 
     def is_array(self, leaf: Any) -> bool:
-        """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
+        """Return whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return not self.xp.isdtype(leaf.dtype, "bool")
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
@@ -374,42 +407,39 @@ class Backend:
         return None
 
     def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
-        """Return what an odd leaf holds, whose array may be an odd leaf again.
+        """Return the dense array of a leaf in another format, which may be such a leaf again.
 
         ``None`` for other leaves.
 
-        Odd leaves have keys of their own in `kinds`. If ``whole``, for a function of each array,
-        integers and distributed arrays are not odd, but for partial sums.
+        Leaves in other formats have signatures of their own. If ``whole``, for a function of each
+        array, integers and distributed arrays stay as they are, but for partial sums.
         """
         if whole or not self.xp.isdtype(leaf.dtype, "integral"):
             return None
-        # in the framework's default dtype
-        return WrappedLeaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))
+        default_dtype = self.xp.asarray(1.0).dtype
+        return WrappedLeaf(self.xp.astype(leaf, default_dtype))
 
     # Where arrays are, and whether they have values.
 
-    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
-        """Return the mode of a step on leaves of these kinds.
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
+        """Return the execution mode of a step on such leaves.
 
-        ``beside`` is a tree of all else that comes in.
+        ``inputs`` is a tree of all other inputs of the step.
         """
-        traced = leaf_info.traced or any(
-            [self.traced(array) for array in optree.tree_leaves(beside)]
-        )
-        return (
-            TRACED
-            if traced
-            else HOST
-            if leaf_info.reads
-            else RECORDED
-            if leaf_info.records
-            else LIBRARY
-        )
+        if leaf_info.traced:
+            return TRACED
+        arrays: list[A] = optree.tree_leaves(inputs)  # type: ignore[arg-type]
+        if any([self.traced(array) for array in arrays]):
+            return TRACED
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
-        """Return the facts about the values of arrays,
-        which do not change while their kinds are the same.
-        """
+        if leaf_info.reads:
+            return HOST
+        if leaf_info.records:
+            return RECORDED
+        return LIBRARY
+
+    def array_facts(self, arrays: list[A]) -> ArrayFacts:
+        """Return the facts about the values of arrays, equal for equal signatures."""
         return ArrayFacts(
             any(map(self.traced, arrays)),
             all(map(self.readable, arrays)),
@@ -417,70 +447,72 @@ class Backend:
             double=True,
         )
 
-    def traced(self, array: Array) -> bool:
-        """Whether the array has no value yet: it is a tracer in code that is compiled
+    def traced(self, array: A) -> bool:
+        """Return whether the array is a tracer: it has no value in code that is compiled
         or transformed.
         """
         return False
 
-    def readable(self, array: Array) -> bool:
-        """Whether Python can branch on the array's value at no cost (not traced, lazy or on
-        a device).
+    def readable(self, array: A) -> bool:
+        """Return whether Python can branch on the array's value at no cost (not traced, lazy
+        or on a device).
         """
         return False
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: A) -> View | None:
         """Return a NumPy array of the same values, ``None`` if they are not readable or a
         derivative is recorded.
         """
         return None
 
-    def device(self, array: Array) -> Any:
+    def device(self, array: A | None) -> Device:
         """Return the device of an array (or of ``None``), for `from_host`."""
         return None
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def from_host(self, array: View, device: Device) -> A:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
 
-    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def constant(self, array: View, device: Any) -> A:
         """Return a small NumPy array that is the same at every step as an array of this library.
 
         It must not be written. It may be kept on the device, so that it is sent once.
         """
         return self.from_host(array, device)
 
-    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, arrays: list[A]) -> list[View]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
 
-    def to_device_of(self, other: Array, array: Array) -> Array:
-        """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
+    def to_device_of(self, like: A, array: A) -> A:
+        """Return ``array`` on the device of ``like``; on all of them, if that is distributed."""
         return array
 
-    def captured(self, array: Array) -> bool:
+    def captured(self, array: A) -> bool:
         """Return whether a step on the array is being recorded to run again on the same memory."""
         return False
 
-    def arange(self, count: int, dtype: Any, like: Array) -> Array:
+    def arange(self, count: int, dtype: Any, like: A) -> A:
         """Return the numbers from 0 to below ``count`` on the device of ``like``."""
         return self.to_device_of(like, self.xp.arange(count, dtype=dtype))
 
-    def detach(self, array: Array) -> Array:
+    def detach(self, array: A) -> A:
         """Return an array to keep, detached from its computation,
         where a library without a file can do that.
         """
-        return self.xp.stop_gradient(array) if hasattr(self.xp, "stop_gradient") else array
+        if not hasattr(self.xp, "stop_gradient"):
+            return array
+        return self.xp.stop_gradient(array)
 
-    def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
+    def detach_all(self, arrays: list[A | None]) -> list[A | None]:
         """Return arrays of which no derivative is taken; ``None`` stays."""
         return [array if array is None else self.detach(array) for array in arrays]
 
-    def to_keep(self, arrays: list[Array]) -> list[Array]:
+    def to_keep(self, arrays: list[A]) -> list[A]:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
         return list(map(self.detach, arrays))
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: A | None = None) -> AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings, and create arrays on the device of the
         first gradient.
         """
@@ -491,15 +523,17 @@ class Backend:
         return nullcontext()
 
     def debug_infs(self) -> bool:
-        """Whether a debugger stops at ∞, so that not even squares may overflow."""
+        """Return whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
-    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
+    def fast_path(
+        self, leaves: list[A | None], limit: float, *, in_place: bool
+    ) -> FastResult | None:
         """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
 
         It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For
-        all else it returns ``None``, before anything is written, and the caller goes the general
-        way.
+        all else it returns ``None``, before anything is written, and the caller takes the general
+        path.
         """
         return None
 
@@ -514,16 +548,17 @@ class Backend:
 
     # Sums and products, for speed and memory.
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[A]:
         """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each norm,
         one array ``(k, *kept)`` for each block.
 
-        In float64 if it can be; NumPy's in the mode `HOST`, where a sum of float64 entries is 0
+        In float64 if possible; NumPy's in the mode `HOST`, where a sum of float64 elements is 0
         only if all are.
         """
-        return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
+        sums = [power_sum(self, *term) for term in terms.by_array()]
+        return stack_terms(self, sums, terms)
 
-    def norms(self, terms: Terms, dtype: Any) -> tuple[list[Array], list[Array]] | None:
+    def norms(self, terms: Terms, dtype: Any) -> tuple[list[A], list[A]] | None:
         """Return the Euclidean norms of each block in a dtype, and the same with NaN where they are
         not finite.
 
@@ -532,50 +567,53 @@ class Backend:
         """
         return None
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
-        """Split a large array, which avoids a wide copy of all of it.
+    def pieces(self, array: A, axes: Axes = None) -> Iterable[A] | None:
+        """Split a large array, to avoid a wide copy of all of it.
 
-        Into vectors, in any order of its entries; where it is added along ``axes``, into runs of
-        its first axis, in order. ``None`` if it is measured as a whole.
+        Without ``axes`` the pieces are vectors, in any order of the elements; where the array is
+        added along ``axes``, they are runs of its first axis, in order. ``None`` if it is measured
+        as a whole.
         """
-        return None if self.traced(array) else cut(self.xp, array, axes, PIECE)
+        if self.traced(array):
+            return None
+        return cut(self.xp, array, axes, PIECE)
 
-    def scale(self, products: Products) -> list[Array]:
+    def scale(self, products: Products) -> list[A]:
         """Return each array multiplied by its factor, in its own dtype.
 
         A single factor of 1 may do nothing.
         """
+        factors = products.factors(self)
         return self.multiply(
-            products.arrays, products.factors(self), in_place=products.in_place, zero=products.zero
+            products.arrays, factors, in_place=products.in_place, zero=products.zero
         )
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
-        """Do as `scale`, given the factor of each array: Python numbers,
+        self, arrays: list[A], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[A]:
+        """Multiply as `scale` does, given the factor of each array: Python numbers,
         or arrays that broadcast against theirs.
         """
-        if in_place:
-            for array, factor in zip(arrays, factors, strict=True):
-                self.write(
-                    array, lambda x, f: times(self.xp, x, f, zero), operand(self, array, factor)
-                )
-            return arrays
-        return [
-            times(self.xp, a, operand(self, a, f), zero)
-            for a, f in zip(arrays, factors, strict=True)
-        ]
+        xp = self.xp
+        pairs = zip(arrays, factors, strict=True)
+        if not in_place:
+            return [times(xp, array, operand(self, array, by), zero) for array, by in pairs]
 
-    def bound(
-        self, arrays: list[Array], low: float, high: float, *, in_place: bool
-    ) -> list[Array] | None:
-        """Return arrays with entries between two numbers, NaN as it is, at once.
+        def multiplied(array: A, factor: A) -> A:
+            return times(xp, array, factor, zero)
+
+        for array, factor in pairs:
+            self.write(array, multiplied, operand(self, array, factor))
+        return arrays
+
+    def bound(self, arrays: list[A], low: float, high: float, *, in_place: bool) -> list[A] | None:
+        """Clip the elements of all arrays to two numbers at once, NaN as it is.
 
         ``None`` where that is not faster.
         """
         return None
 
-    # Arrays that are changed in place; by default they never are.
+    # Changes in place. By default arrays never change.
 
     def storage(self, leaves: list[Any]) -> list[Storage] | None:
         """Return the memory of each leaf.
@@ -584,26 +622,25 @@ class Backend:
         """
         return [(None, "arrays of this kind never change")] * len(leaves)
 
-    def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
+    def write(self, array: A, function: Callable[..., A], *operands: A) -> None:
         """Put ``function(array, *operands)`` in place of ``array``, piece by piece.
 
         The function is elementwise, and the operands, at least one, broadcast against the array.
         """
         raise NotImplementedError
 
-    # Arrays of which several processes or devices hold parts; by default they lie in one process,
-    # on one device.
+    # Shards in several processes or devices. By default an array is in one process, on one device.
 
-    def reducer(self, all_reduce: Any) -> Reduce | None:
-        """Return a function that reduces over the parts of a tree,
-        ``None`` if ``all_reduce`` is not of these kinds.
+    def reducer(self, all_reduce: object) -> Reduce | None:
+        """Return a function that reduces over the shards of a tree,
+        ``None`` if this backend does not support ``all_reduce``.
         """
         return None
 
     def replicas(
         self,
-        arrays: list[Any],
-        all_reduce: Any,
+        arrays: list[A],
+        all_reduce: object,
         shared: list[bool] | None,
         place: Callable[[int], str],
     ) -> list[int] | None:
@@ -616,285 +653,380 @@ class Backend:
         """Return the number of this process in a run over several."""
         return 0
 
-    # For code that is compiled.
+    # Compiled code.
 
-    def stacks(self, array: Array | None) -> bool:
-        """Whether norms along axes of an array are stacked; for ``None`` whether any norms are,
-        in compiled code.
+    def stacks(self, array: A | None) -> bool:
+        """Return whether norms along axes of an array are stacked; for ``None`` whether any norms
+        are, in compiled code.
         """
         return True
 
-    def fast_values(
-        self, plain: Callable[..., Array], guarded: Callable[..., Array]
-    ) -> Callable[..., Array]:
-        """Return a function of arrays whose derivatives are those of ``guarded``,
-        and its values of either function.
+    def fast_values(self, fast: Callable[..., A], guarded: Callable[..., A]) -> Callable[..., A]:
+        """Return a function of arrays with the derivatives of ``guarded``,
+        and the values of either function.
 
         Both take the namespace first. Guards against 0 make compilers compile twice as much.
         """
         return partial(guarded, self.xp)
 
-    def reduce_rows(self, rows: Array, op: Op) -> Array:
+    def reduce_rows(self, rows: A, op: Op) -> A:
         """Return the sum or the maximum of the rows of an array,
-        which a compiler makes once for all of its users.
+        computed once for all of its users in compiled code.
         """
-        return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
+        if op == "sum":
+            return self.xp.sum(rows, axis=0)
+        return self.xp.max(rows, axis=0)
 
-    def unstack(self, array: Array) -> list[Array]:
+    def unstack(self, array: A) -> list[A]:
         """Return the rows of an array, by a single operation where there is one."""
+        # The function is new in the standard of 2023.
         unstack = getattr(self.xp, "unstack", None)
-        return (
-            [array[row, ...] for row in range(array.shape[0])]
-            if unstack is None
-            else list(unstack(array))
-        )
+        if unstack is not None:
+            return list(unstack(array))
+        return [array[row, ...] for row in range(array.shape[0])]
 
-    def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
+    def cond(self, ok: A, usual: Callable[[], list[A]], rare: Callable[[], list[A]]) -> list[A]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true,
         else ``rare()``.
         """
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
 
-def stack_terms(backend: Backend, sums: list[Array], terms: Terms) -> list[Array]:
+def stack_terms(backend: Backend[A], sums: list[A], terms: Terms) -> list[A]:
     """Return the sums of each block's norms as rows, given that of each array."""
-    rows, op = sums if terms.weigh is None else terms.weigh(sums), op_of(terms.p)
+    rows = sums
+    if terms.weigh is not None:
+        rows = terms.weigh(sums)
     if len(rows) > len(terms.counts):
-        groups = in_groups(rows, terms.counts)
-        rows = [
-            group[0] if len(group) == 1 else backend.reduce_rows(stack_arrays(backend, group), op)
-            for group in groups
-        ]
+        op = op_of(terms.p)
+        rows = [_add_rows(backend, group, op) for group in in_groups(rows, terms.counts)]
     return [stack_arrays(backend, group) for group in terms.in_blocks(rows)]
 
 
-def stack_arrays(backend: Backend, arrays: Sequence[Array]) -> Array:
+def _add_rows(backend: Backend[A], group: Sequence[A], op: Op) -> A:
+    """Return the sum or the maximum of the sums of one norm's arrays."""
+    if len(group) == 1:
+        return group[0]
+    return backend.reduce_rows(stack_arrays(backend, group), op)
+
+
+def stack_arrays(backend: Backend[A], arrays: Sequence[A]) -> A:
     """Return arrays of one shape stacked along a new first axis, in the widest of their dtypes."""
     xp = backend.xp
     if all([isinstance(array, NUMPY) for array in arrays]):
-        return np.array(arrays)  # takes half as long as np.stack
+        # This takes half as long as np.stack.
+        stacked: Any = np.array(arrays)
+        return stacked
     if len(arrays) == 1:
         return xp.expand_dims(arrays[0], axis=0)
-    # A device without float64 gets what it can hold.
+
+    # A device without float64 gets the dtypes that it has.
     moved = [backend.to_device_of(arrays[0], array) for array in arrays]
     dtype = xp.result_type(*{array.dtype for array in moved})
     return xp.stack([cast(xp, array, dtype) for array in moved])
 
 
 def op_of(p: float) -> Op:
-    """Return how sums of a power are joined."""
+    """Return the reduction that combines sums of a power."""
     return "max" if p == math.inf else "sum"
 
 
-def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
+def power_sum(backend: Backend[A], array: A, p: float, axes: Axes, unit: Any = None) -> A:
     """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array,
     large ones piece by piece.
     """
 
-    def of(piece: Array, unit: Any) -> Array:
-        return _powers(backend, piece if unit is None else _modulus(backend, piece, unit), p, axes)
+    def powers_of(piece: A, unit: Any) -> A:
+        if unit is not None:
+            piece = _modulus(backend, piece, unit)
+        return _powers(backend, piece, p, axes)
 
     pieces = backend.pieces(array, axes)
     if pieces is None:
-        return of(array, unit)
+        return powers_of(array, unit)
+
     # A unit has one row where the first axis is added.
     if axes is None or 0 in axes:
-        return _combine(backend, [of(piece, unit) for piece in pieces], op_of(p))
+        return _combine(backend, [powers_of(piece, unit) for piece in pieces], op_of(p))
 
-    parts, start = [], 0
+    # Otherwise each piece has rows of the result, and of the unit.
+    parts = []
+    start = 0
     for piece in pieces:
         stop = start + piece.shape[0]
-        parts.append(of(piece, unit if unit is None else unit[start:stop, ...]))
+        rows = None if unit is None else unit[start:stop, ...]
+        parts.append(powers_of(piece, rows))
         start = stop
     return backend.xp.concat(parts, axis=0)
 
 
-def _combine(backend: Backend, parts: list[Array], op: Op) -> Array:
+def _combine(backend: Backend[A], parts: list[A], op: Op) -> A:
     """Return the sum or the maximum of arrays of one shape."""
     xp = backend.xp
     if op == "sum":
-        return reduce(lambda a, b: a + b, parts)
-    return reduce(lambda a, b: xp.where(xp.isnan(b) | (b > a), b, a), parts)
+        return reduce(add, parts)
+
+    # The maximum function of some libraries drops NaN.
+    largest_of = parts[0]
+    for part in parts[1:]:
+        largest_of = xp.where(xp.isnan(part) | (part > largest_of), part, largest_of)
+    return largest_of
 
 
-def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
+def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
     """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
     xp = backend.xp
-    if p == 2:  # without an absolute value, whose derivative at 0 is undefined
-        parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
-        floats = [_wide(backend, part) for part in parts]
-        return xp.sum(reduce(lambda a, b: a + b, [part * part for part in floats]), axis=axes)
-    size = (
-        _modulus(backend, x)
-        if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating")
-        else xp.abs(x)
-    )
+    if p == 2:
+        # Without an absolute value, whose derivative at 0 is undefined.
+        floats = [_wide(backend, part) for part in _real_parts(xp, x)]
+        squares = reduce(add, [part * part for part in floats])
+        return xp.sum(squares, axis=axes)
+
+    # Real numbers stay as narrow as they are where no power is taken.
+    if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating"):
+        size = _modulus(backend, x)
+    else:
+        size = xp.abs(x)
+
     if p == math.inf:
         return _wide(backend, largest(xp, size, axes))
-    return xp.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axis=axes)
+    powers = _wide(backend, size) if p == 1 else _power(xp, size, p)
+    return xp.sum(powers, axis=axes)
 
 
-def _modulus(backend: Backend, x: Array, unit: Any = None) -> Array:
+def _real_parts(xp: Namespace, x: A) -> list[A]:
+    """Return real and imaginary part, only the former of real numbers."""
+    if xp.isdtype(x.dtype, "complex floating"):
+        return [xp.real(x), xp.imag(x)]
+    return [x]
+
+
+def _modulus(backend: Backend[A], x: A, unit: Any = None) -> A:
     """Return ``|x/unit|`` in the precision in which it is added,
     of complex numbers without a square out of range.
     """
     xp = backend.xp
-    parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
-    sizes = [xp.abs(_wide(backend, part)) for part in parts]
-    one, *other = sizes if unit is None else [size / unit for size in sizes]
-    if not other:
-        return one
-    top, low = xp.where(one > other[0], one, other[0]), xp.where(one > other[0], other[0], one)
+    sizes: list[A] = [xp.abs(_wide(backend, part)) for part in _real_parts(xp, x)]
+    if unit is not None:
+        sizes = [size / unit for size in sizes]
+    if len(sizes) == 1:
+        return sizes[0]
+
+    # The larger part is taken out of the root, so that no square overflows or underflows.
+    real, imag = sizes
+    top = xp.where(real > imag, real, imag)
+    low = xp.where(real > imag, imag, real)
     ratio = low / xp.where(top > 0, top, xp.ones_like(top))
     return top * xp.sqrt(1 + ratio * ratio)
 
 
-def _wide(backend: Backend, array: Array) -> Array:
+def _wide(backend: Backend[A], array: A) -> A:
     """Return real numbers in the precision in which they are added:
     float64 if the library has it.
     """
     xp = backend.xp
-    dtype = xp.result_type(
-        array.dtype, xp.float64 if backend.array_facts([array]).double else xp.float32
-    )
-    return cast(xp, array, dtype)
+    widest = xp.float64 if backend.array_facts([array]).double else xp.float32
+    return cast(xp, array, xp.result_type(array.dtype, widest))
 
 
-def operand(backend: Backend, array: Array, factor: Any) -> Array:
+def operand(backend: Backend[A], array: A, factor: Any) -> A:
     """Return a factor as an array on the device of another, wide enough to multiply in."""
     if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
         factor = backend.from_host(np.asarray(factor), backend.device(array))
+
+    # A product of float16 or bfloat16 numbers is computed in float32.
     xp = backend.xp
-    return cast(xp, backend.to_device_of(array, factor), xp.result_type(array.dtype, xp.float32))
+    dtype = xp.result_type(array.dtype, xp.float32)
+    return cast(xp, backend.to_device_of(array, factor), dtype)
 
 
 def sum_long_squares(
-    backend: Backend, terms: Terms, float32_sum: Callable[[Array], Array | None]
-) -> list[Array]:
+    backend: Backend[A], terms: Terms, float32_sum: Callable[[A], A | None]
+) -> list[A]:
     """Return ``Σ|x|²`` of each array in float64,
     of long ones by float32 sums where these are accurate.
 
-    ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has
-    one conditional, whose rare branch measures its long arrays again, unless those of each sum of 0
-    are zeros.
+    ``float32_sum(array)`` is the float32 sum of a long array, ``None`` for another one. Each block
+    has one conditional, whose rare branch measures its long arrays again.
     """
-    xp, (low, high), arrays = backend.xp, FITS, terms.arrays
-    sums_of_arrays = [
-        float32_sum(array) if axes is None else None for array, _, axes, _ in terms.each()
-    ]
-    long = {number for number, total in enumerate(sums_of_arrays) if total is not None}
-    for number, term in enumerate(terms.each()):
-        if number not in long:
-            sums_of_arrays[number] = power_sum(backend, *term)
-    for block in terms.in_blocks(in_groups(range(len(arrays)), terms.counts)):
-        repeated = [number for group in block for number in group if number in long]
-        if not repeated:
-            continue
-        groups = [group for group in block if long & {*group}]
-        short_sums = [[xp.astype(sums_of_arrays[n], xp.float32) for n in group] for group in groups]
-        totals = [_combine(backend, addends, "sum") for addends in short_sums]
-        fits = [(total > low) & (total < high) for total in totals]
-        sums = [sums_of_arrays[number] for number in repeated]
+    # Only arrays that are added whole have long sums.
+    sums = []
+    long = set()
+    for number, term in enumerate(terms.by_array()):
+        array, _, axes, _ = term
+        total = float32_sum(array) if axes is None else None
+        if total is None:
+            total = power_sum(backend, *term)
+        else:
+            long.add(number)
+        sums.append(total)
 
-        def usual(sums: list[Array] = sums) -> list[Array]:
-            return [xp.astype(total, xp.float64) for total in sums]
+    for block in terms.in_blocks(in_groups(range(len(sums)), terms.counts)):
+        groups = [group for group in block if not long.isdisjoint(group)]
+        if groups:
+            _replace_long_sums(backend, terms.arrays, sums, groups, long)
+    return sums
 
-        def again(repeated: list[int] = repeated) -> list[Array]:
-            return [power_sum(backend, arrays[number], 2, None) for number in repeated]
 
-        def rare(
-            groups: list[Sequence[int]] = groups,
-            fits: list[Array] = fits,
-            usual: Any = usual,
-            again: Any = again,
-        ) -> list[Array]:
-            sizes = [
-                [xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long]
-                for group in groups
-            ]  # of zeros 0
-            zero = [xp.equal(_combine(backend, each, "sum"), 0) for each in sizes]
-            return backend.cond(reduce(and_, map(or_, fits, zero)), usual, again)
+def _replace_long_sums(
+    backend: Backend[A],
+    arrays: list[A],
+    sums: list[A],
+    groups: list[Sequence[int]],
+    long: set[int],
+) -> None:
+    """Put float64 sums in place of the float32 sums of long arrays.
 
-        for number, total in zip(
-            repeated, backend.cond(reduce(and_, fits), usual, rare), strict=True
-        ):
-            sums_of_arrays[number] = total
-    return sums_of_arrays
+    ``groups`` are the numbers of the arrays of each norm that has long ones.
+    """
+    xp = backend.xp
+    low, high = FITS
+
+    # The sum of a norm is in range only if that of its short arrays does not overflow float32.
+    in_range = []
+    for group in groups:
+        total = _combine(backend, [xp.astype(sums[number], xp.float32) for number in group], "sum")
+        in_range.append((total > low) & (total < high))
+
+    numbers = []
+    long_arrays = []
+    for group in groups:
+        members = [number for number in group if number in long]
+        long_arrays.append([arrays[number] for number in members])
+        numbers += members
+
+    long_sums = _LongSums(backend, long_arrays, [sums[number] for number in numbers], in_range)
+    for number, total in zip(numbers, long_sums.in_float64(), strict=True):
+        sums[number] = total
+
+
+class _LongSums(NamedTuple):
+    """The float32 sums of the long arrays of one block of norms."""
+
+    backend: Backend
+    arrays: list[list[Any]]
+    """The long arrays of each norm that has some."""
+    sums: list[Any]
+    """The sum of each of these arrays, in a row."""
+    in_range: list[Any]
+    """For each of these norms, whether its float32 sum is accurate."""
+
+    def in_float64(self) -> list[Any]:
+        """Return accurate sums in float64, by one conditional."""
+        return self.backend.cond(
+            reduce(and_, self.in_range), self.widened, self.recomputed_unless_zero
+        )
+
+    def widened(self) -> list[Any]:
+        """Return the sums as they are."""
+        xp = self.backend.xp
+        return [xp.astype(total, xp.float64) for total in self.sums]
+
+    def recomputed_unless_zero(self) -> list[Any]:
+        """Return sums computed again, unless each norm that is out of range is that of zeros.
+
+        Zeros are usual, for example where no row of an embedding occurs, and their sums are right.
+        """
+        right = []
+        for in_range, arrays in zip(self.in_range, self.arrays, strict=True):
+            right.append(in_range | self._are_zeros(arrays))
+        return self.backend.cond(reduce(and_, right), self.widened, self.recomputed)
+
+    def _are_zeros(self, arrays: list[Any]) -> Any:
+        """Return whether all elements are 0. Squares may underflow, but moduli do not."""
+        xp = self.backend.xp
+        moduli = [xp.sum(xp.abs(xp.astype(array, xp.float32))) for array in arrays]
+        return xp.equal(_combine(self.backend, moduli, "sum"), 0)
+
+    def recomputed(self) -> list[Any]:
+        """Return sums computed in float64."""
+        sums = []
+        for arrays in self.arrays:
+            sums += [power_sum(self.backend, array, 2, None) for array in arrays]
+        return sums
 
 
 @contextmanager
 def enter_both(
     first: AbstractContextManager[Any], second: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Enter two contexts."""
+    """Return a context that enters two others."""
     with first, second:
         yield
 
 
-def in_groups(values: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[Any]]:
+def in_groups(values: Sequence[Any] | View, lengths: Sequence[int]) -> list[Any]:
     """Return consecutive values as groups."""
-    return [
-        values[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)
-    ]
+    ends = zip(accumulate(lengths), lengths, strict=True)
+    return [values[end - length : end] for end, length in ends]
 
 
-def cast(xp: Any, array: Array, dtype: Any) -> Array:
+def cast(xp: Namespace, array: A, dtype: DType) -> A:
     """Return the array in ``dtype``, or itself if it already has it."""
-    return array if array.dtype == dtype else xp.astype(array, dtype)
+    if array.dtype == dtype:
+        return array
+    return xp.astype(array, dtype)
 
 
-def real_dtype(xp: Any, dtype: Any) -> Any:
+def real_dtype(xp: Namespace, dtype: DType) -> DType:
     """Return the real dtype of the same precision."""
-    return (
-        xp.abs(xp.zeros((), dtype=dtype)).dtype if xp.isdtype(dtype, "complex floating") else dtype
-    )
+    if not xp.isdtype(dtype, "complex floating"):
+        return dtype
+    return xp.abs(xp.zeros((), dtype=dtype)).dtype
 
 
-def norm_dtype(xp: Any, arrays: list[Array]) -> Any:
+def norm_dtype(xp: Namespace, arrays: Sequence[Tensor]) -> DType:
     """Return the real dtype, float32 or wider, of the norm of arrays."""
-    wide = [xp.result_type(dtype, xp.float32) for dtype in {array.dtype for array in arrays}]
-    return real_dtype(xp, reduce(xp.result_type, wide)) if wide else xp.float32
+    dtypes = {array.dtype for array in arrays}
+    if not dtypes:
+        return xp.float32
+
+    wide = [xp.result_type(dtype, xp.float32) for dtype in dtypes]
+    return real_dtype(xp, reduce(xp.result_type, wide))
 
 
-def sum_dtype(xp: Any, dtype: Any) -> Any:
+def sum_dtype(xp: Namespace, dtype: DType) -> DType:
     """Return the dtype for sums: float32 or wider, of integers int32 or wider."""
     if not xp.isdtype(dtype, "integral"):
         return xp.result_type(dtype, xp.float32)
-    return xp.int32 if xp.iinfo(dtype).max < xp.iinfo(xp.int32).max else dtype
+    if xp.iinfo(dtype).max < xp.iinfo(xp.int32).max:
+        return xp.int32
+    return dtype
 
 
-def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:
-    """Return ``array · factor`` in the array's dtype;
-    with ``zero`` the factor 0 makes 0 of NaN and ∞, too.
+def times(xp: Namespace, array: A, factor: A, zero: bool) -> A:
+    """Return ``array · factor`` in the array's dtype.
+
+    With ``zero`` the product by 0 is 0, also that of NaN and ∞.
     """
     wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
     if zero:
         wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
     product = wide * factor
-    if xp.isdtype(wide.dtype, "complex floating"):  # a complex 1 changes the sign of a zero
+
+    # A product by the complex number 1 would change the sign of a zero.
+    if xp.isdtype(wide.dtype, "complex floating"):
         product = xp.where(xp.equal(factor, 1.0), wide, product)
     return cast(xp, product, array.dtype)
 
 
 def same(factors: Sequence[Any]) -> bool:
-    """Whether all factors are one 0-d array."""
-    return getattr(factors[0], "shape", None) == () and all(
-        [factor is factors[0] for factor in factors]
-    )
+    """Return whether all factors are one 0-d array."""
+    first = factors[0]
+    return getattr(first, "shape", None) == () and all([factor is first for factor in factors])
 
 
-def finite_or_zero(xp: Any, array: Array) -> Array:
-    """Return the array with 0 for each entry that is not finite."""
-    # Beside a number NumPy widens bfloat16.
+def finite_or_zero(xp: Namespace, array: A) -> A:
+    """Return the array with 0 for each element that is not finite."""
+    # NumPy widens bfloat16 in an operation with a Python number.
     return cast(xp, xp.where(xp.isfinite(array), array, 0.0), array.dtype)
 
 
-def cut(xp: Any, array: Array, axes: Axes, size: int) -> Iterable[Array] | None:
-    """Return the pieces of an array of more than ``size`` entries, as `Backend.pieces` does."""
+def cut(xp: Namespace, array: A, axes: Axes, size: int) -> Iterable[A] | None:
+    """Return the pieces of an array of more than ``size`` elements, as `Backend.pieces` does."""
     if math.prod(array.shape) <= size:
         return None
+
     if axes is None:
         array = xp.reshape(array, (-1,))
     return (array[rows, ...] for rows in row_slices(array.shape, size))
@@ -902,24 +1034,31 @@ def cut(xp: Any, array: Array, axes: Axes, size: int) -> Iterable[Array] | None:
 
 def row_slices(shape: tuple[int, ...], piece: int = PIECE) -> list[slice]:
     """Return slices of the first axis that cut a large array into pieces."""
-    step = max(1, piece * shape[0] // math.prod(shape))
-    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+    length = shape[0]
+    step = max(1, piece * length // math.prod(shape))
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def largest(xp: Any, size: Array, axes: Axes) -> Array:
-    """Return the largest modulus over ``axes``, 0 over no entries."""
+def largest(xp: Namespace, size: A, axes: Axes) -> A:
+    """Return the largest modulus over ``axes``, 0 over no elements."""
     if axes == ():
         return size
+
     # A shape of unknown rank cannot be searched.
     if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:
         return xp.sum(size, axis=axes)
+
+    # The maximum is -∞ where a shape that is known only at run time was empty.
     top = xp.max(size, axis=axes)
-    # -∞: a shape known only at run time was empty
     return xp.where(top < 0, xp.zeros_like(top), top)
 
 
-def _power(xp: Any, size: Array, p: float) -> Array:
+def _power(xp: Namespace, size: A, p: float) -> A:
+    """Return the power of a modulus, with finite second derivatives at 0."""
     if p > 2:
         return size**p
-    zero = xp.equal(size, 0.0)  # where the second derivative of the power is infinite
-    return xp.where(zero, size, xp.where(zero, xp.ones_like(size), size) ** p)
+
+    # That of a smaller power is infinite at 0, and NaN where it is multiplied by 0.
+    zero = xp.equal(size, 0.0)
+    nonzero = xp.where(zero, xp.ones_like(size), size)
+    return xp.where(zero, size, nonzero**p)

@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: MIT
-"""JAX arrays, tracers and BCOO matrices.
+"""JAX arrays, tracers and BCOO matrices, sharded arrays,
+and the named axes of ``shard_map``, ``pmap`` and ``vmap``.
 
-Sharded arrays, and the named axes of ``shard_map``, ``pmap`` and ``vmap``.
-
-In ``jax.shard_map`` the type of an array tells along which axes it varies from device to device;
+In ``jax.shard_map`` the type of an array has the axes along which it varies from device to device;
 along others it is the same on all devices. With ``check_vma=False``, in ``jax.pmap`` and in
-``jax.vmap`` types tell nothing.
+``jax.vmap`` types have no axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
+from itertools import chain
 from operator import add
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 try:
     from jax.extend.core import get_opaque_trace_state
 except ImportError:  # JAX 0.8
     from jax.core import get_opaque_trace_state
 
+from uniclip._types import Path, Tree
 from uniclip.backends.base import (
     HOST,
     NODES,
     TRACED,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
@@ -42,6 +42,7 @@ from uniclip.backends.base import (
     Op,
     Reduce,
     Terms,
+    View,
     WrappedLeaf,
     enter_both,
     operand,
@@ -51,48 +52,54 @@ from uniclip.backends.base import (
     sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
+from uniclip.backends.numpy import (
+    HIGH,
+    LOW,
+    add_groups,
+    array_squares,
+    call_bound,
+    fast_path_on_host,
+    sum_of_squares,
+)
+
+Axis: TypeAlias = int | Sequence[int] | None
+"""The argument ``axis`` of a reduction."""
 
 
-def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
+def _one_by_one(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wait for a reduction before the next one starts, where CPU processes share arrays.
 
     There the collectives of programs that run at the same time deadlock (JAX 0.10, gloo).
     """
 
     @wraps(reduce)
-    def reduced(*args: Any, **options: Any) -> Array:
+    def reduced(*args: Any, **options: Any) -> jax.Array:
         return await_shared(reduce(*args, **options))
 
     return reduced
 
 
-def await_shared(array: Array) -> Array:
+def await_shared(array: jax.Array) -> jax.Array:
     """Return an array, computed if it is shared by CPU processes."""
-    if (
-        not isinstance(array, jax.core.Tracer)
-        and not array.is_fully_addressable
-        and not on_device(array)
-    ):
-        array.block_until_ready()
+    if isinstance(array, jax.core.Tracer) or array.is_fully_addressable or on_device(array):
+        return array
+    array.block_until_ready()
     return array
 
 
-def on_device(array: Array) -> bool:
-    """Whether an array is on an accelerator."""
+def on_device(array: jax.Array) -> bool:
+    """Return whether an array is on an accelerator."""
     return any(device.platform != "cpu" for device in array.devices())
 
 
-def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    """Return the maximum or minimum, NaN if there is one;
-    that of XLA drops NaN in sharded arrays.
-    """
+def _extreme(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a maximum or minimum that keeps NaN. XLA's drops NaN in sharded arrays."""
 
-    def extreme(x: Array, /, axis: Any = None, **options: Any) -> Array:
+    def extreme(x: jax.Array, /, axis: Axis = None, **options: Any) -> jax.Array:
         extremum = reduce(x, axis, **options)
         if jax.device_count() == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
             return extremum
-        # Uses the NaN that is there: a constant would trigger NaN debuggers.
+        # Use the NaN that is there: a constant would trigger NaN debuggers.
         return extremum + REDUCTIONS["sum"](jnp.where(jnp.isnan(x), x, 0), axis, **options)
 
     return extreme
@@ -102,12 +109,16 @@ REDUCTIONS = {name: _one_by_one(getattr(jnp, name)) for name in ("all", "any", "
 REDUCTIONS |= {name: _extreme(_one_by_one(getattr(jnp, name))) for name in ("max", "min")}
 
 
-def _abs(x: Array, /) -> Array:
+def _abs(x: jax.Array, /) -> jax.Array:
     """Return the modulus, with derivative 0 at 0 (JAX's own is 1 there)."""
-    return x * jnp.sign(x) if jnp.isdtype(x.dtype, "real floating") else jnp.abs(x)
+    if jnp.isdtype(x.dtype, "real floating"):
+        return x * jnp.sign(x)
+    return jnp.abs(x)
 
 
-def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
+def _clip(
+    x: jax.Array, /, min: jax.Array | float | None = None, max: jax.Array | float | None = None
+) -> jax.Array:
     """Clip, with derivative 1 on the bounds too (JAX's own is 1/2 there)."""
     clipped = jnp.clip(x, min, max)
     return jnp.where(clipped == x, x, clipped)
@@ -118,8 +129,8 @@ namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _c
 
 @partial(jax.jit, inline=True)
 def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
-    """Return a matrix of as many entries, in which those of one index are summed in float32 or
-    wider, padding as 0.
+    """Return a matrix of as many elements, in which those of one index are summed in float32 or
+    wider, with zeros for padding.
 
     The index of padding is beyond the shape.
     """
@@ -130,32 +141,34 @@ def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
     return sparse.BCOO((data, leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
 
 
-_FLOATS = {
-    jnp.dtype(name)
-    for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-}
-
-
-_DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
-_SINGLE = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
+_SINGLE = set(map(jnp.dtype, ("float16", "bfloat16", "float32")))
+_DOUBLE = set(map(jnp.dtype, ("float64", "complex128")))
+_FLOATS = _SINGLE | _DOUBLE | {jnp.dtype("complex64")}
 _LONG = 2**14
-"""The largest number of entries that compiled code adds in float64 in no longer than in float32."""
-_ROWS = 32
-"""How many rows one reduction takes apart."""
-_TOGETHER = 256
+"""The largest number of elements that compiled code adds as fast in float64 as in float32."""
+_UNSTACKED = 32
+"""How many rows one reduction unstacks."""
+_PER_CALL = 256
 """The number of arrays for which one call is compiled."""
 
 
-def _can_share_a_call(arrays: list[Array]) -> bool:
-    """Whether one call can be compiled for the arrays,
+def _can_share_a_call(arrays: Sequence[jax.Array]) -> bool:
+    """Return whether one call can be compiled for the arrays,
     outside of code that is already being compiled.
     """
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return False
+
+    # One call takes arrays of the same devices. Most share the very same sharding.
     first = arrays[0].sharding
-    return all(
-        array.sharding is first or array.sharding.device_set == first.device_set for array in arrays
-    )
+    shardings = [array.sharding for array in arrays]
+    return all(other is first or other.device_set == first.device_set for other in shardings)
+
+
+def _in_calls(arrays: Sequence[Any] | View) -> Iterator[Any]:
+    """Yield the arrays of one compiled call after the other."""
+    for start in range(0, len(arrays), _PER_CALL):
+        yield arrays[start : start + _PER_CALL]
 
 
 with jax.ensure_compile_time_eval():
@@ -164,21 +177,20 @@ with jax.ensure_compile_time_eval():
 
 
 def _makes_tracers() -> bool:
-    """Return whether a function is traced here, in which arrays that are made of constants are
-    tracers, too.
-    """
-    # Inside of a transformation without compilation, such as jax.grad, they are not. Making one
-    # takes long.
+    """Return whether a function is traced here in which new arrays are tracers, too."""
+    # Making an array takes long, so look at the state first. Inside of a transformation without
+    # compilation, such as jax.grad, new arrays are no tracers.
     return get_opaque_trace_state() != _OUTSIDE and isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _float64_is_whole() -> bool:
-    """Whether sums can be float64: that of a TPU has the exponents of float32."""
+    """Return whether sums can be float64. That of a TPU has the range of float32."""
     return jax.default_backend() != "tpu"
 
 
 @cache
 def _first_device() -> jax.Device:
+    """Return the device that JAX uses by default."""
     return jax.local_devices()[0]
 
 
@@ -187,191 +199,215 @@ _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 
 @_compiled
-def _squares(arrays: list[Array]) -> Array:
+def _squares(arrays: list[jax.Array]) -> jax.Array:
     """Return the sum of squares of each array, in its precision."""
-    return jnp.stack(
-        [
-            jnp.sum(jnp.square(array.astype(jnp.result_type(jnp.float32, array.dtype))))
-            for array in arrays
-        ]
-    )
+    sums = []
+    for array in arrays:
+        dtype = jnp.result_type(jnp.float32, array.dtype)
+        sums.append(jnp.sum(jnp.square(array.astype(dtype))))
+    return jnp.stack(sums)
 
 
-def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, Any]:
+def _squares_on_host(arrays: list[jax.Array], lengths: list[int]) -> View:
     """Return the sums of squares of groups of arrays that the host reads:
-    many or long ones by one compiled call.
+    many or long ones by compiled calls.
     """
-    float32_sum = few(arrays, sum([array.size for array in arrays])) or any(
+    sizes = [array.size for array in arrays]
+    one_by_one = call_bound(arrays, sum(sizes)) or any(
         [array.dtype not in _SINGLE for array in arrays]
     )
-    starts = (
-        range(0, len(arrays), _TOGETHER) if not float32_sum and _can_share_a_call(arrays) else ()
-    )
-    parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
-    if not parts:
-        return squares(list(map(np.asarray, arrays)), lengths)
+    if one_by_one or not _can_share_a_call(arrays):
+        return sum_of_squares(list(map(np.asarray, arrays)), lengths)
+
+    # Sums of float32 squares that are out of range, and those of zeros, are computed again.
+    parts = list(map(_squares, _in_calls(arrays)))
     totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
-    wrapped = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
-    totals[wrapped] = [squares_of(np.asarray(arrays[number])) for number in wrapped]
-    return np.array(sums_of(totals.tolist(), lengths))
+    out_of_range = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
+    for number in out_of_range:
+        totals[number] = array_squares(np.asarray(arrays[number]))
+    return np.array(add_groups(totals.tolist(), lengths))
 
 
 @_compiled
-def _copy(arrays: list[Array]) -> list[Array]:
+def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     """Return copies."""
     return list(map(jnp.copy, arrays))
 
 
 @_compiled
-def _scale_all(arrays: list[Array], factors: Any) -> list[Array]:
+def _scale_all(arrays: list[jax.Array], factors: jax.Array | list[jax.Array]) -> list[jax.Array]:
+    """Return each array times its factor."""
     return [_product(array, factors[number]) for number, array in enumerate(arrays)]
 
 
-def _product(array: Array, factor: Array) -> Array:
-    """Return a product in the wider of two dtypes, also where the user's code may not mix them."""
+def _product(array: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return a product, computed in the wider of two dtypes, in the dtype of the array.
+
+    The conversions are explicit, since a user's settings may forbid implicit ones.
+    """
     if jnp.iscomplexobj(array):
         return array * factor.astype(array.dtype)
     return (array.astype(factor.dtype) * factor).astype(array.dtype)
 
 
-Names = tuple[Any, ...]
+Names: TypeAlias = tuple[str, ...]
+"""The names of axes."""
 
 
-def names_of(all_reduce: Any) -> Names | None:
-    """Return the axes with a name, ``None`` if there is none."""
-    names = (all_reduce,) if isinstance(all_reduce, str) else all_reduce
-    fits = (
-        isinstance(names, tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
-    )
-    return names if fits else None
+def names_of(all_reduce: object) -> Names | None:
+    """Return the names of axes, ``None`` if ``all_reduce`` is something else."""
+    if isinstance(all_reduce, str):
+        return (all_reduce,)
+    if not isinstance(all_reduce, tuple) or not all_reduce:
+        return None
+    if not all(isinstance(name, str) for name in all_reduce):
+        return None
+    return all_reduce
 
 
-def varying(array: Array) -> frozenset[Any]:
+def varying(array: jax.Array) -> frozenset[str]:
     """Return the axes along which a value is known to differ from device to device."""
     aval = getattr(array, "aval", None)
-    axes = getattr(aval, "manual_axis_type", None)  # before JAX 0.10 ``vma``
-    names: frozenset[Any] = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
-    return frozenset(names)
+    axes = getattr(aval, "manual_axis_type", None)
+    if axes is None:
+        # The attribute before JAX 0.10.
+        return frozenset(getattr(aval, "vma", ()))
+    return frozenset(axes.varying)
 
 
-def _copies(
-    arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]
+def _count_replicas(
+    arrays: Sequence[jax.Array],
+    names: Names,
+    shared: list[bool] | None,
+    place: Callable[[int], str],
 ) -> list[int]:
     """Return how many devices along the axes hold each array.
-
-    Refuse arrays for which it is unknown.
 
     Raises
     ------
     ValueError
         If there is no such axis here.
     ValueError
-        If an array varies along an axis without a name, or neither types nor ``shared`` tell which
-        leaves are copies.
+        If an array varies along an axis that is not in ``names``, or if neither types nor
+        ``shared`` show which leaves are replicas.
     """
     sizes = {name: _axis_size(name) for name in names}
-    unknown = [name for name in names if not _is_typed(name)]
-    if unknown and shared is None and arrays:
-        raise ValueError(_untold(unknown[0], place))
-    if shared is None:
-        shared = [False] * len(arrays)
+    untyped = [name for name in names if not _is_typed(name)]
+    if untyped and shared is None and arrays:
+        raise ValueError(_unknown_layout(untyped[0], place(0)))
 
-    def count(number: int, array: Array, copy: bool) -> int:
+    counts = []
+    for number, array in enumerate(arrays):
         axes = varying(array)
-        more = sorted(str(name) for name in axes.difference(names) if _axis_size(name) > 1)
-        if more:
-            raise ValueError(_unnamed(names, more, place(number)))
-        return math.prod(
-            size
-            for name, size in sizes.items()
-            if copy or (name not in axes and name not in unknown)
-        )
+        unnamed = sorted(str(name) for name in axes.difference(names) if _axis_size(name) > 1)
+        if unnamed:
+            raise ValueError(_missing_names(names, unnamed, place(number)))
 
-    return [count(*arguments) for arguments in zip(range(len(arrays)), arrays, shared, strict=True)]
+        # Without types, an array is a shard along every axis, unless ``shared`` is true of it.
+        is_copy = shared is not None and shared[number]
+        same_along = sizes.keys() if is_copy else sizes.keys() - axes - set(untyped)
+        counts.append(math.prod([sizes[name] for name in same_along]))
+    return counts
 
 
-def _axis_size(name: Any) -> int:
+def _axis_size(name: str) -> int:
     """Return the number of devices along an axis."""
     try:
-        size: int = jax.lax.psum(1, name)
+        return jax.lax.psum(1, name)
     except NameError as error:
         msg = (
-            f"all_reduce names the axis {name!r}, and there is none here: call it inside of "
-            "jax.shard_map or jax.pmap, with that axis; under jax.jit, where arrays are whole, "
-            "leave all_reduce out"
+            f"all_reduce names the axis {name!r}, which does not exist here; call it inside "
+            "jax.shard_map or jax.pmap with that axis. Under jax.jit, where arrays are whole, "
+            "leave out all_reduce"
         )
         raise ValueError(msg) from error
-    return size
 
 
-def _is_typed(name: Any) -> bool:
-    """Whether types tell what varies along an axis: if so,
-    the number of a device along it surely varies.
-    """
+def _is_typed(name: str) -> bool:
+    """Return whether types have the axis: if so, the index of a device along it varies."""
     return name in varying(jax.lax.axis_index(name))
 
 
-def _untold(name: Any, place: Callable[[int], str]) -> str:
+def _unknown_layout(name: str, where: str) -> str:
+    """Return the error text for arrays whose types do not have an axis."""
     return (
-        f"all_reduce={name!r}: in jax.pmap, and in jax.shard_map with check_vma=False, it cannot "
-        f"be known whether {place(0)}, for one, is a part of the gradient or the same on each "
-        "device of the axis: pass shared=lambda path, leaf: False if all leaves are parts, else "
-        "a function that returns True for the others (or leave out check_vma=False); to_optax "
-        "calls all_reduce axis_name"
+        f"all_reduce={name!r} can't show whether {where}, for example, is a shard or the same on "
+        "each device, because arrays have no axes in jax.pmap, and in jax.shard_map with "
+        "check_vma=False; pass shared=lambda path, leaf: False if all leaves are shards, else a "
+        "function that returns True for the others, or leave out check_vma=False. In to_optax, "
+        "all_reduce is called axis_name"
     )
 
 
-def _unnamed(names: Names, more: list[str], where: str) -> str:
-    given = repr(names if len(names) > 1 else names[0]) if names else None
-    every = (*names, *more)
+def _missing_names(names: Names, unnamed: list[str], where: str) -> str:
+    """Return the error text for an array that varies along axes that ``all_reduce`` lacks."""
     return (
-        f"all_reduce={given}, but {where} varies along the axis {more[0]!r} of jax.shard_map: "
-        f"pass all_reduce={every if len(every) > 1 else every[0]!r} if each device holds a part "
-        "of it; add the gradients first, by jax.lax.psum or pmean, if they are to be added; and "
-        "if each device clips its own, pass a function of (array, op), such as lambda array, op: "
-        "array, that joins them along no more axes; to_optax calls all_reduce axis_name"
+        f"all_reduce={_as_argument(names)}, but {where} varies along the axis {unnamed[0]!r} of "
+        f"jax.shard_map; pass all_reduce={_as_argument((*names, *unnamed))} if each device has a "
+        "shard of it, or add the gradients first, by jax.lax.psum or pmean. For each device to "
+        "clip its own, pass a function that reduces over no more axes, such as lambda array, op: "
+        "array. In to_optax, all_reduce is called axis_name"
     )
 
 
-def _reduce_over_axes(names: Names, array: Array, op: str) -> Array:
+def _as_argument(names: Names) -> str:
+    """Return the shortest ``all_reduce`` for some names."""
+    if not names:
+        return "None"
+    return repr(names if len(names) > 1 else names[0])
+
+
+def _reduce_over_axes(names: Names, array: jax.Array, op: Op) -> jax.Array:
     """Return the sum or the maximum over devices.
 
     A value that is the same on n devices counts n times.
-
-    All values are taken as ones that vary along all axes, so that XLA makes one reduction of many.
     """
+    # Cast to vary along all axes, so that XLA makes one reduction of many.
     missing = tuple([name for name in names if name not in varying(array) and _is_typed(name)])
-    array = jax.lax.pcast(array, missing, to="varying") if missing else array
-    return _largest(names, array) if op == "max" else jax.lax.psum(array, names)
+    if missing:
+        array = jax.lax.pcast(array, missing, to="varying")
+
+    if op == "max":
+        return _largest(names, array)
+    return jax.lax.psum(array, names)
 
 
 # JAX has no types that a checker understands.
-_with_slope: Callable[[Callable[..., Any]], Any] = partial(jax.custom_jvp, nondiff_argnums=(0,))
+_with_derivative: Callable[[Callable[..., Any]], Any] = partial(
+    jax.custom_jvp, nondiff_argnums=(0,)
+)
 
 
-@_with_slope
-def _largest(names: Names, array: Array) -> Array:
-    """Return the maximum along axes, for which JAX has no derivative."""
+@_with_derivative
+def _largest(names: Names, array: jax.Array) -> jax.Array:
+    """Return the maximum along axes. JAX has no derivative of it."""
     return jax.lax.pmax(array, names)
 
 
-def _slope(names: Names, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _largest_derivative(
+    names: Names, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Return the derivative: that of the largest value, or the mean of those of several."""
-    [array], [tangent] = primals, tangents
+    [array] = primals
+    [tangent] = tangents
+
+    # Devices with equal largest values share the derivative.
     top = _largest(names, array)
-    mine = jnp.equal(array, top).astype(array.dtype)
-    return top, jax.lax.psum(mine / jax.lax.psum(mine, names) * tangent, names)
+    is_largest = jnp.equal(array, top).astype(array.dtype)
+    weight = is_largest / jax.lax.psum(is_largest, names)
+    return top, jax.lax.psum(weight * tangent, names)
 
 
-_largest.defjvp(_slope)
+_largest.defjvp(_largest_derivative)
 
 
 class _Structure:
-    """What a node holds beside its children, equal to that of another one if JAX can tell:
-    it may hold arrays.
+    """The structure of a node without its children.
+
+    It may hold arrays, which JAX cannot always compare. Then two structures are not equal.
     """
 
-    def __init__(self, treedef: Any) -> None:
+    def __init__(self, treedef: jax.tree_util.PyTreeDef) -> None:
         self._treedef = treedef
         self.unflatten = treedef.unflatten
 
@@ -385,8 +421,8 @@ class _Structure:
         return hash(self._treedef)
 
 
-def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
-    """Return children, structure and keys of a node of a registered class.
+def flatten_registered(node: Tree) -> tuple[list[Tree], _Structure, Path] | None:
+    """Return children, structure and keys of a node of a class that is registered with JAX.
 
     ``None`` for another object.
     """
@@ -394,321 +430,368 @@ def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | No
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     if treedef == tree_util.tree_structure(0):
         return None
+
     keys = [_key(entry) for (entry,), _ in pairs]
-    if len(set(keys)) < len(keys):  # of a class that gives several children the same name
+    # A class may give several children the same name.
+    if len(set(keys)) < len(keys):
         keys = list(range(len(keys)))
     return [child for _, child in pairs], _Structure(treedef), tuple(keys)
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: object) -> object:
     """Return the key, index or name in an entry of a JAX path; it may be one itself."""
-    return next(
-        (getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry
-    )
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
 
 
 @cache
 def _fast_values(
-    plain: Callable[..., Array], guarded: Callable[..., Array]
-) -> Callable[..., Array]:
+    fast: Callable[..., jax.Array], guarded: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
     """Return a function with the values of one function and the derivatives of another,
     traced once for all calls.
     """
-    function = jax.custom_jvp(partial(plain, namespace))
+    function = jax.custom_jvp(partial(fast, namespace))
 
-    def slope(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        return function(*primals), jax.jvp(partial(guarded, namespace), primals, tangents)[1]
+    def derivative(
+        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        _, tangent = jax.jvp(partial(guarded, namespace), primals, tangents)
+        return function(*primals), tangent
 
-    function.defjvp(slope)
+    function.defjvp(derivative)
     return jax.jit(function, inline=True)
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
-def _unstack(array: Array) -> tuple[Array, ...]:
+def _unstack(array: jax.Array) -> tuple[jax.Array, ...]:
     """Return the rows of a vector by one reduction that has a result for each.
 
     XLA compiles a product with a slice twenty times as long as one with a result of its own, and
-    makes anew in each product what the slice is of. The row of zeros, added, is what makes it a
-    reduction.
+    computes the sliced array again in each product. The row of zeros, added, makes it a reduction.
     """
-    two = jax.lax.optimization_barrier(jnp.stack([array, jnp.zeros_like(array)]))
-    rows = (
-        tuple([two[:, row] for row in range(array.shape[0])])
-        if array.shape[0] > 1
-        else (two[:, 0],) * 2
-    )
+    count = array.shape[0]
+    padded = jax.lax.optimization_barrier(jnp.stack([array, jnp.zeros_like(array)]))
+    columns = [padded[:, row] for row in range(count)]
+    # A reduction of one operand would return an array in the place of a tuple.
+    if count == 1:
+        columns *= 2
+
+    def add_all(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(map(add, first, second))
+
     zero = np.zeros((), array.dtype)
-    each = jax.lax.reduce(rows, (zero,) * len(rows), lambda a, b: tuple(map(add, a, b)), (0,))
-    return tuple(each[: array.shape[0]])
+    rows = jax.lax.reduce(tuple(columns), (zero,) * len(columns), add_all, (0,))
+    return tuple(rows[:count])
 
 
 @_unstack.defjvp  # type: ignore[untyped-decorator]
-def _slopes(
-    primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _unstack_derivative(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     return _unstack(*primals), tuple(tangents[0])
 
 
-class _JAX(Backend):
+class _JAX(Backend[jax.Array]):
     opens_nodes = True
     joins_by = (
         "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of "
         "(array, op)"
     )
 
-    def signature(self, leaves: list[Any]) -> Any:
-        return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
+    def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
+        return tuple([None if leaf is None else _format_of(leaf) for leaf in leaves])
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
-        # Derivatives are traced.
+    def array_facts(self, arrays: list[jax.Array]) -> ArrayFacts:
+        # JAX traces derivatives, and records none.
         return super().array_facts(arrays)._replace(records=False, double=_float64_is_whole())
 
-    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
-        # What is made of constants in compiled code is a tracer, and no host reads it.
-        return TRACED if _makes_tracers() else super().mode(leaf_info, beside)
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
+        # In compiled code, new arrays are tracers even if the gradients are constants.
+        return TRACED if _makes_tracers() else super().mode(leaf_info, inputs)
 
     def allow_float64(self) -> AbstractContextManager[Any]:
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
-        return np.asarray(array) if self.readable(array) else None
+    def as_numpy(self, array: jax.Array) -> View | None:
+        if not self.readable(array):
+            return None
+        return np.asarray(array)
 
-    def device(self, array: Array) -> Any:
+    def device(self, array: jax.Array | None) -> Sharding | None:
         if array is None or self.traced(array):
             return None
-        sharding = array.sharding
-        return (
-            NamedSharding(sharding.mesh, PartitionSpec())
-            if isinstance(sharding, NamedSharding)
-            else sharding
-        )
+        return _replicated(array.sharding)
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        single = isinstance(device, SingleDeviceSharding) and device.device_set == {_first_device()}
-        usual = device is None or (single and jax.config.jax_default_device is None)
-        if usual:
-            return jnp.asarray(array)  # takes half as long
+    def from_host(self, array: View, device: Sharding | None) -> jax.Array:
+        if device is None:
+            return jnp.asarray(array)
+        # For the default device, asarray takes half as long as device_put.
+        is_single = isinstance(device, SingleDeviceSharding)
+        is_first = is_single and device.device_set == {_first_device()}
+        if is_first and jax.config.jax_default_device is None:
+            return jnp.asarray(array)
         if device.is_fully_addressable:
             return jax.device_put(array, device)
-        # Without comparing the value over all processes, as device_put does.
+
+        # device_put would compare the value over all processes.
         return jax.make_array_from_callback(array.shape, device, lambda index: array[index])
 
-    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
-        if all(map(self.readable, arrays)):
-            # device_get takes longer for each array than reading it
-            return list(map(np.asarray, arrays))
-        return list(map(np.asarray, jax.device_get(arrays)))
+    def to_host(self, arrays: list[jax.Array]) -> list[View]:
+        # device_get takes longer for each array than reading it.
+        if not all(map(self.readable, arrays)):
+            arrays = jax.device_get(arrays)
+        return list(map(np.asarray, arrays))
 
-    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
+    def fast_path(
+        self, leaves: list[jax.Array | None], limit: float, *, in_place: bool
+    ) -> FastResult | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
-        # BCOO is none.
+        # A sparse matrix is no jax.Array.
         if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):
             return None
         if _makes_tracers():
             return None
-        # which no tracer is
+        # Tracers are never readable.
         if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):
             return None
 
-        def scale(factor: float) -> list[Array]:
+        def scale(factor: float) -> list[jax.Array]:
             return self.multiply(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
-        [total] = _squares_here(arrays, [len(arrays)])
-        return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
+        # The host waits for this value only: products are dispatched asynchronously.
+        [total] = _squares_on_host(arrays, [len(arrays)])
+        return fast_path_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
-    def to_keep(self, arrays: list[Array]) -> list[Array]:
-        # They may be donated later.
-        return _copy(arrays) if _can_share_a_call(arrays) else list(map(jnp.copy, arrays))
+    def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        # The buffers may be donated later.
+        if _can_share_a_call(arrays):
+            return _copy(arrays)
+        return list(map(jnp.copy, arrays))
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[jax.Array]:
+        if mode == HOST and terms.whole:
+            return terms.in_blocks(_squares_on_host(terms.arrays, terms.counts))
         if mode == HOST:
-            if terms.whole:
-                return terms.in_blocks(_squares_here(terms.arrays, terms.counts))
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(np.asarray, terms.arrays))))
         if mode == TRACED and terms.p == 2 and terms.units is None:
-            return stack_terms(self, sum_long_squares(self, terms, self._short), terms)
+            return stack_terms(self, sum_long_squares(self, terms, self._float32_sum), terms)
         return super().sums(mode, terms)
 
-    def _short(self, array: Array) -> Array | None:
-        """Return the float32 sum of squares of a long array:
+    def _float32_sum(self, array: jax.Array) -> jax.Array | None:
+        """Return the float32 sum of squares of a long array, ``None`` for another one.
+
         XLA's loop for float64 takes up to twice as long.
         """
-        long = (
-            all([type(n) is int for n in array.shape])
-            and array.size > _LONG
-            and array.dtype in _SINGLE
-            and jax.device_count() == 1
-            and not self.debug_infs()
-        )
-        return jnp.sum(jnp.square(array.astype(jnp.float32))) if long else None
+        # Exported code may have symbolic dimensions, whose size is unknown.
+        if not all([type(length) is int for length in array.shape]):
+            return None
+        if array.size <= _LONG or array.dtype not in _SINGLE:
+            return None
+        if jax.device_count() > 1 or self.debug_infs():
+            return None
+        return jnp.sum(jnp.square(array.astype(jnp.float32)))
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
-        return None  # a compiler makes no copy
+    def pieces(self, array: jax.Array, axes: Axes = None) -> Iterable[jax.Array] | None:
+        # The compiler fuses the conversion into the sum, and makes no copy.
+        return None
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
-        numbers = not any([hasattr(factor, "shape") for factor in factors])
+        self, arrays: list[jax.Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[jax.Array]:
         if same(factors) and self.traced(factors[0]):
-            # Compiled, donated gradients are not written again where ok is true; a conditional
-            # copies them.
-            ok, new = (
-                jnp.equal(factors[0], 1),
-                super().multiply(arrays, factors, in_place=False, zero=zero),
-            )
-            return [jnp.where(ok, *pair) for pair in zip(arrays, new, strict=True)]
-        if in_place or (zero and not (numbers and all(factors))) or not _can_share_a_call(arrays):
-            return super().multiply(arrays, factors, in_place=in_place, zero=zero)
-        if numbers:
-            by: Any = np.asarray(
-                factors,
-                np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32,
-            )
-        else:
-            by = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
-            if not _can_share_a_call(by) or any([jnp.iscomplexobj(array) for array in arrays]):
-                return super().multiply(arrays, by, in_place=False, zero=zero)
-        ends = range(0, len(arrays), _TOGETHER)
-        return [
-            new
-            for i in ends
-            for new in _scale_all(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])
-        ]
+            return self._multiply_unless_one(arrays, factors, zero=zero)
 
-    def reducer(self, all_reduce: Any) -> Reduce | None:
+        numbers = not any([hasattr(factor, "shape") for factor in factors])
+        makes_zeros = zero and not (numbers and all(factors))
+        if not (in_place or makes_zeros) and _can_share_a_call(arrays):
+            operands = self._operands_of_a_call(arrays, factors, numbers=numbers)
+            if operands is not None:
+                products = map(_scale_all, _in_calls(arrays), _in_calls(operands))
+                return list(chain.from_iterable(products))
+        return super().multiply(arrays, factors, in_place=in_place, zero=zero)
+
+    def _multiply_unless_one(
+        self, arrays: list[jax.Array], factors: Sequence[jax.Array], *, zero: bool
+    ) -> list[jax.Array]:
+        """Multiply by one factor in compiled code, which keeps arrays where it is 1.
+
+        Donated gradients are not written again then. A conditional would copy them.
+        """
+        is_one = jnp.equal(factors[0], 1)
+        products = super().multiply(arrays, factors, in_place=False, zero=zero)
+        pairs = zip(arrays, products, strict=True)
+        return [jnp.where(is_one, array, product) for array, product in pairs]
+
+    def _operands_of_a_call(
+        self, arrays: list[jax.Array], factors: Sequence[Any], *, numbers: bool
+    ) -> View | list[jax.Array] | None:
+        """Return factors for `_scale_all`, ``None`` if it cannot take them."""
+        if numbers:
+            double = any(array.dtype in _DOUBLE for array in arrays)
+            dtype = np.float64 if double else np.float32
+            return np.asarray(factors, dtype)
+        if any([jnp.iscomplexobj(array) for array in arrays]):
+            return None
+        operands = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
+        if not _can_share_a_call(operands):
+            return None
+        return operands
+
+    def reducer(self, all_reduce: object) -> Reduce | None:
         names = names_of(all_reduce)
-        return None if names is None else partial(_reduce_over_axes, names)
+        if names is None:
+            return None
+        return partial(_reduce_over_axes, names)
 
     def replicas(
         self,
-        arrays: list[Array],
-        all_reduce: Any,
+        arrays: list[jax.Array],
+        all_reduce: object,
         shared: list[bool] | None,
         place: Callable[[int], str],
     ) -> list[int] | None:
+        # Without all_reduce, an array must not vary along any axis.
         names = () if all_reduce is None else names_of(all_reduce)
-        counts = [] if names is None else _copies(arrays, names, shared, place)
-        return None if all(count == 1 for count in counts) else counts
+        if names is None:
+            return None
+        counts = _count_replicas(arrays, names, shared, place)
+        return counts if set(counts) - {1} else None
 
     def rank(self) -> int:
         return int(jax.process_index())
 
-    def stacks(self, array: Array | None) -> bool:
-        # To be stacked, those that are sharded would be gathered.
-        return (
-            array is not None
-            and not self.traced(array)
-            and bool(array.sharding.is_fully_replicated)
-        )
+    def stacks(self, array: jax.Array | None) -> bool:
+        if array is None or self.traced(array):
+            return False
+        # Stacking sharded arrays would gather them.
+        return bool(array.sharding.is_fully_replicated)
 
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
             return False
+        if leaf.dtype in _FLOATS:
+            return True
         # A format of exponents alone has neither zero nor negative numbers.
-        return leaf.dtype in _FLOATS or (
-            jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu"
-        )
+        return jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu"
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
-        if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
-            return (
-                "of the sparse kinds only BCOO is taken, because it can be summed where an index "
-                "occurs twice"
-            )
-        return None
+        if not isinstance(leaf, sparse.JAXSparse) or isinstance(leaf, sparse.BCOO):
+            return None
+        return (
+            "BCOO is the only sparse format that is supported, since its duplicates can be summed"
+        )
 
     def debug_infs(self) -> bool:
         return bool(jax.config.jax_debug_infs)
 
-    def traced(self, array: Array) -> bool:
+    def traced(self, array: jax.Array) -> bool:
         return isinstance(array, jax.core.Tracer)
 
-    def readable(self, array: Array) -> bool:
+    def readable(self, array: jax.Array) -> bool:
         if self.traced(array) or on_device(array):
             return False
-        # of which each process has a copy
+        # Every process holds a copy of a fully replicated array.
         return bool(array.is_fully_addressable or array.is_fully_replicated)
 
-    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
-        # which JAX does not promote
+    def unwrap(
+        self, leaf: jax.Array | sparse.BCOO, *, in_place: bool, whole: bool
+    ) -> WrappedLeaf | None:
+        # JAX does not promote float8.
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):
             return WrappedLeaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
             return super().unwrap(leaf, in_place=in_place, whole=whole)
-        summed = _sum_duplicates(leaf)
-
-        def back(new: Array) -> Any:
-            # Parts of its type.
-            flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
-            return sparse.BCOO((new, summed.indices), shape=leaf.shape, **flags)
-
-        alone = summed.n_sparse == 1 and not summed.n_batch
-        # The index of padding lies behind the last row.
-        return WrappedLeaf(
-            summed.data,
-            back,
-            rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else (),
-        )
+        return _unwrap_bcoo(leaf)
 
     def fast_values(
-        self, plain: Callable[..., Array], guarded: Callable[..., Array]
-    ) -> Callable[..., Array]:
-        return _fast_values(plain, guarded)
+        self, fast: Callable[..., jax.Array], guarded: Callable[..., jax.Array]
+    ) -> Callable[..., jax.Array]:
+        return _fast_values(fast, guarded)
 
-    def reduce_rows(self, rows: Array, op: Op) -> Array:
-        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each
-        # user of the sum.
-        return super().reduce_rows(
-            jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op
-        )
+    def reduce_rows(self, rows: jax.Array, op: Op) -> jax.Array:
+        # XLA would turn the sum of k stacked numbers into k additions, and copy all of them into
+        # each user of the sum.
+        if self.traced(rows):
+            rows = jax.lax.optimization_barrier(rows)
+        return super().reduce_rows(rows, op)
 
-    def unstack(self, array: Array) -> list[Array]:
+    def unstack(self, array: jax.Array) -> list[jax.Array]:
         if array.ndim > 1 or not self.traced(array):
             return super().unstack(array)
-        return [
-            row
-            for start in range(0, array.shape[0], _ROWS)
-            for row in _unstack(array[start : start + _ROWS])
-        ]
+        rows: list[jax.Array] = []
+        for start in range(0, array.shape[0], _UNSTACKED):
+            rows += _unstack(array[start : start + _UNSTACKED])
+        return rows
 
     def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
-        # on an accelerator: outside of jit a conditional is compiled at every call
-        if not self.traced(ok):
-            return super().cond(ok, usual, rare)
-        return list(jax.lax.cond(ok, usual, rare))
+        self,
+        ok: jax.Array,
+        usual: Callable[[], list[jax.Array]],
+        rare: Callable[[], list[jax.Array]],
+    ) -> list[jax.Array]:
+        if self.traced(ok):
+            return list(jax.lax.cond(ok, usual, rare))
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        computation_context = super().computation_context(first)
-        if (
-            jax.config.jax_numpy_dtype_promotion == "standard"
-            and jax.config.jax_numpy_rank_promotion == "allow"
-        ):
-            return computation_context
-        # These are for the user's own code: here dtypes and ranks are promoted on purpose.
-        return enter_both(
-            computation_context,
-            enter_both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")),
+        # Outside of jit, JAX would compile a conditional at every call, and `rare` reads the
+        # gradients twice more than `usual`: waiting for one flag takes less than either.
+        return usual() if bool(ok) else rare()
+
+    def computation_context(self, first: jax.Array | None = None) -> AbstractContextManager[Any]:
+        context = super().computation_context(first)
+        promotes_dtypes = jax.config.jax_numpy_dtype_promotion == "standard"
+        if promotes_dtypes and jax.config.jax_numpy_rank_promotion == "allow":
+            return context
+
+        # The settings are for the user's own code: here dtypes and ranks are promoted on purpose.
+        promotion = enter_both(
+            jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
         )
+        return enter_both(context, promotion)
 
-    def detach(self, array: Array) -> Array:
+    def detach(self, array: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(array) if self.traced(array) else array
 
-    def to_device_of(self, other: Array, array: Array) -> Array:
-        if self.traced(array) or self.traced(other) or array.devices() == other.devices():
+    def to_device_of(self, like: jax.Array, array: jax.Array) -> jax.Array:
+        if self.traced(array) or self.traced(like) or array.devices() == like.devices():
             return array
-        mesh = isinstance(other.sharding, NamedSharding)
-        return jax.device_put(
-            array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding
-        )
+        return jax.device_put(array, _replicated(like.sharding))
 
 
-def _kind_of(leaf: Any) -> Any:
-    """Return the kind of a leaf, or of what is none."""
-    array = getattr(leaf, "data", leaf) if isinstance(leaf, sparse.JAXSparse) else leaf
-    place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    return type(leaf), type(array), getattr(leaf, "dtype", None), place
+def _replicated(sharding: Sharding) -> Sharding:
+    """Return a sharding over the same devices, of which each holds a whole array."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _unwrap_bcoo(leaf: sparse.BCOO) -> WrappedLeaf:
+    """Return the values of a sparse matrix, with those of one index summed."""
+    summed = _sum_duplicates(leaf)
+
+    def rebuild(data: jax.Array) -> sparse.BCOO:
+        # The flags are part of the type, which code that is compiled must keep.
+        flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
+        return sparse.BCOO((data, summed.indices), shape=leaf.shape, **flags)
+
+    if summed.n_sparse != 1 or summed.n_batch:
+        return WrappedLeaf(summed.data, rebuild, rows=())
+    # The index of padding is behind the last row.
+    rows = jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1)
+    return WrappedLeaf(summed.data, rebuild, rows=rows)
+
+
+def _format_of(leaf: Any) -> tuple[Any, ...]:
+    """Return class, dtype and sharding of a leaf, also of an object that is no array."""
+    array = leaf
+    if isinstance(leaf, sparse.JAXSparse):
+        array = getattr(leaf, "data", leaf)
+    sharding = None
+    if not isinstance(array, jax.core.Tracer):
+        sharding = getattr(array, "sharding", None)
+    return type(leaf), type(array), getattr(leaf, "dtype", None), sharding
 
 
 BACKEND = _JAX(namespace)

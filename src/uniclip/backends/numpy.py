@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """NumPy arrays and scalars; and sums on the memory of other frameworks' CPU arrays.
 
-There calling the framework takes longer than adding. Sums are float64. Squares of float64 numbers
-may underflow; a sum is 0 only if all of its entries are.
+It serves other frameworks where calling them takes longer than adding. Sums are float64. Squares of
+float64 numbers may underflow; a sum is 0 only if all of its elements are.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import mul
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from uniclip._types import Device, DType, Tree
 from uniclip.backends.base import (
     FITS,
     HOST,
     NUMPY,
     PIECE,
-    Array,
+    A,
     ArrayFacts,
     Axes,
     Backend,
@@ -30,6 +31,7 @@ from uniclip.backends.base import (
     LeafInfo,
     Storage,
     Terms,
+    View,
     fast_numbers,
     fill_places,
     in_groups,
@@ -38,71 +40,78 @@ from uniclip.backends.base import (
     stack_terms,
 )
 
-View: TypeAlias = np.ndarray[Any, Any]
-
 WIDE = 4
-"""The bytes of an entry that is precise enough to add and multiply in."""
+"""Minimum item size, in bytes, of a dtype we add and multiply in."""
 _ROW = 512
 """How many squares BLAS adds in a row.
 
-The rounding errors of equal entries have one sign, and the kernels for old processors keep few
+The rounding errors of equal elements have one sign, and the kernels for old processors keep few
 partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
-_JOINED, _COPIED, _TINY = PIECE, 2**12, 2**6
-"""The largest number of entries of arrays that are copied: for one sum, for many, or for each of
-many. The memory of larger copies may be new at every step, and the system takes longer to provide
-it than the copy takes."""
-_PART, _EXACT = 2**13, 2**14
-"""How many numbers BLAS adds in one thread, and up to how many are added in float64."""
-_FEW = 64
+_CONCATENATED = PIECE
+"""The largest total size of arrays that are concatenated for one sum.
+
+The memory of larger copies may be new at every step, and the system takes longer to provide it than
+the copy takes."""
+_COPIED = 2**12
+"""The largest total size of arrays that are concatenated for many sums."""
+_TINY = 2**6
+"""The mean size up to which arrays are concatenated for many sums, however many they are."""
+_PART = 2**13
+"""How many numbers BLAS adds in one thread."""
+_EXACT = 2**14
+"""The largest number of elements that are added in float64."""
+_FEW_ARRAYS = 64
+"""The number of arrays up to which call overhead may dominate."""
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
 LOW, HIGH = FITS
 _FLOAT32 = np.dtype(np.float32)
 UNDERFLOWN = 1e-300
-"""The sum of squares of float64 entries that are not 0 and whose squares are: out of range,
+"""The sum of squares of float64 elements that are not 0 and whose squares are: out of range,
 and not 0 if divided.
 """
 
 
-def few(arrays: Sequence[Any], size: int) -> bool:
-    """Whether calls take longer than arithmetic for these numbers of arrays and entries."""
-    return len(arrays) <= _FEW and size <= PIECE
+def call_bound(arrays: Sequence[Any], size: int) -> bool:
+    """Return whether call overhead dominates for this many arrays and elements."""
+    return len(arrays) <= _FEW_ARRAYS and size <= PIECE
 
 
-def small(sizes: list[int], lengths: list[int]) -> bool:
-    """Whether copying arrays of these sizes into one is faster than processing each.
+def worth_concatenating(sizes: list[int], lengths: list[int]) -> bool:
+    """Return whether copying arrays of these sizes into one is faster than processing each.
 
-    None of a group is empty.
+    For several groups, none of the arrays is empty then.
     """
+    size = sum(sizes)
     if len(lengths) == 1:
-        return sum(sizes) <= _JOINED
-    return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
+        return size <= _CONCATENATED
+    return size <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
 
 
-def squares(arrays: list[View], lengths: list[int]) -> View:
+def sum_of_squares(arrays: list[View], lengths: list[int]) -> View:
     """Return ``Σ|x|²`` over the arrays of each group."""
     sizes = [array.size for array in arrays]
     if (
         len(arrays) > 1
-        and small(sizes, lengths)
+        and worth_concatenating(sizes, lengths)
         and {array.dtype.char for array in arrays} <= {"f", "d"}
     ):
-        return squares_of_joined(np.concatenate(arrays, axis=None), sizes, lengths)
-    # then narrower ones are added as accurately
+        return concatenated_squares(np.concatenate(arrays, axis=None), sizes, lengths)
+
+    # Narrower arrays are added as accurately as the widest.
     wide = any(array.dtype.char in "dD" for array in arrays)
-    return np.array(
-        sums_of([squares_of(array, wide) for array in arrays], lengths), _sum_dtype(arrays)
-    )
+    sums = [array_squares(array, wide) for array in arrays]
+    return np.array(add_groups(sums, lengths), _sum_dtype(arrays))
 
 
-def lane_on_host(
-    leaves: list[Any],
+def fast_path_on_host(
+    leaves: list[A | None],
     total: float,
     limit: float,
-    scale: Callable[[float], list[Any] | None],
-    device: Any = None,
+    scale: Callable[[float], list[A] | None],
+    device: Device = None,
 ) -> FastResult | None:
-    """Return the result of a lane where the host reads the sum of squares; see `Backend.fast_path`.
+    """Return the result of `Backend.fast_path` where the host reads the sum of squares.
 
     ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
     """
@@ -110,206 +119,264 @@ def lane_on_host(
     if numbers is None:
         return None
     norm, limit, factor = numbers
-    arrays = None if factor == 1 else scale(factor)
-    if factor != 1 and arrays is None:
+    if factor == 1:
+        return FastResult(norm, limit, factor, leaves, device)
+
+    arrays = scale(factor)
+    if arrays is None:
         return None
-    return FastResult(
-        norm, limit, factor, leaves if arrays is None else fill_places(leaves, arrays), device
-    )
+    return FastResult(norm, limit, factor, fill_places(leaves, arrays), device)
 
 
-def _sum_dtype(arrays: list[View]) -> Any:
-    return np.longdouble if any(array.dtype.char in "gG" for array in arrays) else np.float64
+def _sum_dtype(arrays: list[View]) -> type[np.floating[Any]]:
+    """Return the dtype in which sums of these arrays are combined."""
+    if any(array.dtype.char in "gG" for array in arrays):
+        return np.longdouble
+    return np.float64
 
 
-def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
+def add_groups(values: list[Any], lengths: list[int]) -> list[Any]:
     """Return the sum of the values of each group; no group is empty."""
-    return (
-        values
-        if len(lengths) == len(values)
-        else [sum(group) for group in in_groups(values, lengths)]
-    )
+    if len(lengths) == len(values):
+        return values
+    return list(map(sum, in_groups(values, lengths)))
 
 
-def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
-    """Return ``Σx²`` of groups of arrays of few entries that were joined, whose sizes are given."""
-    exact = flat.dtype.char == "f"
+def concatenated_squares(flat: View, sizes: list[int], lengths: list[int]) -> View:
+    """Return ``Σx²`` of groups of small arrays that were concatenated, given their sizes."""
+    never_underflows = flat.dtype.char == "f"
     if len(lengths) == 1:
-        total = _sum_squares_float64(flat) if flat.size <= _EXACT else _sum_vector(flat)
-        return np.array([total if total or exact else _or_underflown(flat)])
+        add_squares = _sum_squares_float64 if flat.size <= _EXACT else _vector_squares
+        total = add_squares(flat)
+        # Squares of float32 numbers fit into float64, so their sum is 0 only for zeros.
+        if not (total or never_underflows):
+            total = _zero_or_underflown(flat)
+        return np.array([total])
+
+    # One call adds all groups.
     wide = flat.astype(np.float64, copy=False)
-    starts = list(accumulate(sums_of(sizes, lengths)[:-1], initial=0))
+    starts = list(accumulate(add_groups(sizes, lengths)[:-1], initial=0))
     totals: View = np.add.reduceat(wide * wide, starts)
-    if not (exact or totals.all()):
-        totals[(totals == 0) & (np.add.reduceat(wide != 0, starts) > 0)] = UNDERFLOWN
+    if not never_underflows and not totals.all():
+        nonzero = np.add.reduceat(wide != 0, starts) > 0
+        totals[(totals == 0) & nonzero] = UNDERFLOWN
     return totals
 
 
-def squares_of(array: View, wide: bool = False) -> float:
-    """Return ``Σ|x|²`` over all entries of an array, exactly in float64 if ``wide``."""
+def array_squares(array: View, wide: bool = False) -> float:
+    """Return ``Σ|x|²`` over all elements of an array, exactly in float64 if ``wide``."""
     if array.dtype.kind == "c":
-        return squares_of(array.real, wide) + squares_of(array.imag, wide)
-    if (
-        array.dtype.char in "fd"
-        and (array.size <= PIECE or array.flags.forc)
-        and not (wide and array.dtype.char == "f")
-    ):
-        return _sum_vector(array.ravel("K"))
-    with walk(
-        [array], "readonly", [np.result_type(array.dtype, np.float64 if wide else np.float32)]
-    ) as pieces:
-        return sum(_sum_vector(np.ascontiguousarray(piece)) for piece in pieces)
+        return array_squares(array.real, wide) + array_squares(array.imag, wide)
+
+    # BLAS adds float32 and float64 vectors, in rows that keep the errors of float32 small.
+    has_blas = array.dtype.char in "fd" and not (wide and array.dtype.char == "f")
+    if has_blas and (array.size <= PIECE or array.flags.forc):
+        return _vector_squares(array.ravel("K"))
+
+    least = np.float64 if wide else np.float32
+    dtype = np.result_type(array.dtype, least)
+    with walk([array], "readonly", [dtype]) as pieces:
+        return sum(_vector_squares(np.ascontiguousarray(piece)) for piece in pieces)
 
 
-def _sum_vector(flat: View) -> float:
+def _vector_squares(flat: View) -> float:
+    """Return ``Σx²`` of a vector, added in rows that are short enough for float32."""
     if flat.size <= _COPIED:
-        return _sum_wide(flat.astype(np.result_type(flat.dtype, np.float64), copy=False))
-    over = flat.size % _ROW
+        dtype = np.result_type(flat.dtype, np.float64)
+        return _dot_squares(flat.astype(dtype, copy=False))
     if flat.dtype.char not in "fd":
-        return _sum_wide(flat)
-    rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
+        return _dot_squares(flat)
+
+    rest = flat.size % _ROW
+    whole = flat[: flat.size - rest]
+    rows = whole.reshape(-1, _ROW)
     with np.errstate(all="ignore"):
         total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
-        total = total + float(flat[-over:].dot(flat[-over:])) if over else total
+        if rest:
+            total += float(flat[-rest:].dot(flat[-rest:]))
+
     if flat.dtype.char == "d":
-        return total or _or_underflown(flat)
+        return total or _zero_or_underflown(flat)
     if LOW < total < HIGH or (total == 0 and all_zero(flat)):
         return total
-    return sum(_sum_wide(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
+    return sum(_dot_squares(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
 
 
 def _sum_squares_float64(flat: View) -> float:
-    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads,
-    which takes longer.
+    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads.
+
+    For so few numbers, starting threads takes longer than adding.
     """
     if flat.size <= _PART:
         wide = flat.astype(np.float64, copy=False)
         return float(wide.dot(wide))
-    return sum(
-        [_sum_squares_float64(flat[start : start + _PART]) for start in range(0, flat.size, _PART)]
-    )
+    starts = range(0, flat.size, _PART)
+    return sum([_sum_squares_float64(flat[start : start + _PART]) for start in starts])
 
 
-def _sum_wide(flat: View) -> float:
-    total = flat.dot(flat)
-    return total or (_or_underflown(flat) if flat.size else 0.0)
+def _dot_squares(flat: View) -> float:
+    """Return ``Σx²`` of a vector in its own precision."""
+    total: float = flat.dot(flat)
+    if total or not flat.size:
+        return total
+    return _zero_or_underflown(flat)
 
 
-def _or_underflown(flat: View) -> float:
+def _zero_or_underflown(flat: View) -> float:
+    """Return the sum of squares that are all 0."""
     return 0.0 if all_zero(flat) else UNDERFLOWN
 
 
 def all_zero(array: View) -> bool:
-    """Whether all entries are 0, by their bits but the sign's: where squares underflow,
+    """Return whether all elements are 0, by their bits but the sign's: where squares underflow,
     a sum of 0 does not tell.
 
     Reading bits takes as long as reading memory, and adding again in float64 several times as long.
     """
     if array.dtype.kind == "c" or array.itemsize > WIDE * 2:
         return not array.any()
+
+    # The highest bit is the sign, which -0.0 has.
     bits = array.view(f"{array.dtype.byteorder}u{array.itemsize}")
-    return int(np.bitwise_or.reduce(bits, axis=None)) & ~(1 << (8 * array.itemsize - 1)) == 0
+    magnitude = ~(1 << (8 * array.itemsize - 1))
+    return int(np.bitwise_or.reduce(bits, axis=None)) & magnitude == 0
 
 
-def squares_along(arrays: list[View], axes: list[Any]) -> list[View | None]:
+_RowSums: TypeAlias = tuple[View, View, tuple[int, ...]]
+"""Sums of squares in a vector, the array with a row for each of them, and the shape of the sums."""
+
+
+def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]:
     """Return ``Σx²`` of each array along its axes.
 
-    ``None`` if these are not first or last axes of numbers in a row.
+    ``None`` if these are not the first or the last axes of a contiguous array.
     """
-    sums = [_along(*pair) if pair[1] else None for pair in zip(arrays, axes, strict=True)]
-    totals = [total[0] for total in sums if total is not None]
+    pairs = zip(arrays, axes, strict=True)
+    row_sums = [_sum_rows(array, along) if along else None for array, along in pairs]
+
+    # One test for all: sums are nearly always in range.
+    totals = [sums[0] for sums in row_sums if sums is not None]
     if totals:
-        every = np.concatenate(totals, axis=None)
-        if not (every.min() > LOW and every.max() < HIGH):
-            sums = [
-                total and _in_range(array, *total)
-                for total, array in zip(sums, arrays, strict=True)
-            ]
-    return [total and np.asarray(total[0], np.float64).reshape(total[2]) for total in sums]
+        joined = np.concatenate(totals, axis=None)
+        if not (joined.min() > LOW and joined.max() < HIGH):
+            for number, sums in enumerate(row_sums):
+                if sums is not None:
+                    row_sums[number] = _recompute_out_of_range(arrays[number], *sums)
+
+    return [sums and np.asarray(sums[0], np.float64).reshape(sums[2]) for sums in row_sums]
 
 
-def _along(array: View, axes: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]] | None:
-    """Return ``Σx²`` in a row, the array with a row for each of them, and their shape."""
-    way = _way_along(array.shape, axes) if array.dtype.char in "fd" else None
-    if way is None:
+def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
+    """Return ``Σx²`` along axes by BLAS or einsum, ``None`` for other dtypes and layouts."""
+    if array.dtype.char not in "fd":
         return None
-    shape, rows, columns, count, length = way
-    in_rows = array if rows is None else array.transpose(rows)
+    layout = _layout_along(array.shape, axes)
+    if layout is None:
+        return None
+
+    in_rows = array if layout.rows is None else array.transpose(layout.rows)
     if in_rows.flags.c_contiguous:
-        flat = in_rows.reshape(count, -1)
-        return (
-            np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length),
-            flat,
-            shape,
-        )
-    in_columns = array.transpose(columns)
+        rows = in_rows.reshape(layout.size, -1)
+        if rows.shape[1] > _ROW:
+            return _sum_long_rows(rows, layout.length), rows, layout.kept
+        return np.vecdot(rows, rows), rows, layout.kept
+
+    # A transpose of a contiguous array is added by columns, without a copy.
+    in_columns = array.transpose(layout.columns)
     if not in_columns.flags.c_contiguous:
         return None
-    columned = in_columns.reshape(-1, count)
-    whole = len(columned) - len(columned) % _FEW_ROWS
-    blocks = columned[:whole].reshape(-1, _FEW_ROWS, count)
-    total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
-    return total + np.einsum("ij,ij->j", columned[whole:], columned[whole:]), columned.T, shape
+    columns = in_columns.reshape(-1, layout.size)
+    return _sum_columns(columns), columns.T, layout.kept
 
 
-def _in_range(
-    array: View, total: View, flat: View, shape: tuple[int, ...]
-) -> tuple[View, View, tuple[int, ...]]:
-    """Return the same, with sums that may not be accurate made again."""
-    low = 0.0 if array.dtype.char == "d" else LOW
-    fine = (total > low) & (total < HIGH)
-    return (
-        total if fine.all() else _recompute(array, flat, np.asarray(total, np.float64), fine),
-        flat,
-        shape,
-    )
-
-
-def _recompute(array: View, flat: View, total: View, fine: View) -> View:
-    """Return sums of rows, those that may not be accurate made again in float64."""
-    zero = total == 0
-    # Nearly always: zeros, whose sums are right.
-    if zero.any() and all_zero(array if zero.all() else flat[zero]):
-        fine = fine | zero
-    wrapped = np.flatnonzero(~fine)
-    for start in range(0, len(wrapped), step := max(1, PIECE // flat.shape[1])):
-        rows = wrapped[start : start + step]
-        wide = flat[rows].astype(np.float64)
-        squares = np.vecdot(wide, wide)
-        squares[(squares == 0) & wide.any(axis=1)] = UNDERFLOWN
-        total[rows] = squares
+def _sum_long_rows(rows: View, length: int) -> View:
+    """Return ``Σx²`` of each row, added in stretches of a length."""
+    # The partial sums are added in float64.
+    whole = rows.shape[1] - rows.shape[1] % length
+    parts = rows[:, :whole].reshape(len(rows), -1, length)
+    total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
+    tail = rows[:, whole:]
+    if tail.size:
+        total = total + np.vecdot(tail, tail)
     return total
 
 
+def _sum_columns(columns: View) -> View:
+    """Return ``Σx²`` of each column, few rows at a time."""
+    whole = len(columns) - len(columns) % _FEW_ROWS
+    blocks = columns[:whole].reshape(-1, _FEW_ROWS, columns.shape[1])
+    total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
+    tail = columns[whole:]
+    return total + np.einsum("ij,ij->j", tail, tail)
+
+
+def _recompute_out_of_range(
+    array: View, total: View, rows: View, shape: tuple[int, ...]
+) -> _RowSums:
+    """Return the same sums, those recomputed that may not be accurate."""
+    low = 0.0 if array.dtype.char == "d" else LOW
+    in_range = (total > low) & (total < HIGH)
+    if not in_range.all():
+        total = _recompute(array, rows, np.asarray(total, np.float64), in_range)
+    return total, rows, shape
+
+
+def _recompute(array: View, rows: View, total: View, in_range: View) -> View:
+    """Return sums of rows, those out of range recomputed in float64."""
+    # Sums out of range are nearly always those of zeros, and right. A whole array needs no copy.
+    zero = total == 0
+    if zero.any():
+        suspects = array if zero.all() else rows[zero]
+        if all_zero(suspects):
+            in_range = in_range | zero
+
+    remaining = np.flatnonzero(~in_range)
+    step = max(1, PIECE // rows.shape[1])
+    for start in range(0, len(remaining), step):
+        # Pieces, since the float64 copy of all rows may be large.
+        numbers = remaining[start : start + step]
+        wide = rows[numbers].astype(np.float64)
+        squares = np.vecdot(wide, wide)
+        squares[(squares == 0) & wide.any(axis=1)] = UNDERFLOWN
+        total[numbers] = squares
+    return total
+
+
+class _Layout(NamedTuple):
+    """How an array of one shape is added along axes."""
+
+    kept: tuple[int, ...]
+    """The shape of the sums."""
+    rows: tuple[int, ...] | None
+    """The order of the axes with the kept ones first, ``None`` if they are."""
+    columns: tuple[int, ...]
+    """The order of the axes with the kept ones last."""
+    size: int
+    """The number of sums."""
+    length: int
+    """How many squares are added in a row."""
+
+
 @lru_cache(maxsize=1024)
-def _way_along(
-    shape: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...], int, int] | None:
-    """Return the kept shape, the axis orders with it first (``None`` if it is) and last, its size,
-    a length to add.
-    """
+def _layout_along(shape: tuple[int, ...], axes: tuple[int, ...]) -> _Layout | None:
+    """Return how to add along axes, ``None`` if there is nothing to add or to keep."""
     kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
     if not axes or not kept or 0 in shape:
         return None
+
     lengths = tuple([shape[axis] for axis in kept])
-    count, covered = math.prod(lengths), math.prod([shape[axis] for axis in axes])
-    # A length without a remainder.
-    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)
+    covered = math.prod([shape[axis] for axis in axes])
+    # A length without a remainder saves a second sum.
+    divisors = (n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0)
     rows = (*kept, *axes)
-    return (
-        lengths,
-        None if rows == tuple(range(len(shape))) else rows,
-        (*axes, *kept),
-        count,
-        length,
+    in_order = rows == tuple(range(len(shape)))
+    return _Layout(
+        kept=lengths,
+        rows=None if in_order else rows,
+        columns=(*axes, *kept),
+        size=math.prod(lengths),
+        length=next(divisors, _ROW),
     )
-
-
-def _of_long_rows(rows: View, length: int) -> View:
-    whole = rows.shape[1] - rows.shape[1] % length
-    parts, tail = rows[:, :whole].reshape(len(rows), -1, length), rows[:, whole:]
-    total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
-    return total + np.vecdot(tail, tail) if tail.size else total
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
@@ -317,71 +384,75 @@ def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> An
 
     One that is not contiguous goes through a buffer.
     """
-    # Memory that an operand shares with the array to change is copied first, unless entries
+    # Memory that an operand shares with the array to change is copied first, unless elements
     # coincide.
-    operands = [
-        [access, "overlap_assume_elementwise"],
-        *[["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1),
-    ]
+    reads = [["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1)
+    operands = [[access, "overlap_assume_elementwise"], *reads]
     flags = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
     return np.nditer(  # type: ignore[call-overload]
         arrays, flags, operands, dtypes, order="K", casting="same_kind", buffersize=PIECE
     )
 
 
-_NOT_NUMPYS = 2
+_USER_DEFINED = 2
 """The value of ``dtype.isbuiltin`` for other packages' types, some of whose kinds are NumPy's."""
 
 
-def _isdtype(dtype: Any, kind: str) -> bool:
-    """Answer as NumPy does, and False for the dtypes of ml_dtypes, about which NumPy raises."""
-    return (
-        isinstance(dtype, np.dtype) and dtype.isbuiltin != _NOT_NUMPYS and np.isdtype(dtype, kind)
-    )
+def _isdtype(dtype: DType, kind: str) -> bool:
+    """Return what NumPy does, and False for the dtypes of ml_dtypes, for which NumPy raises."""
+    if not isinstance(dtype, np.dtype) or dtype.isbuiltin == _USER_DEFINED:
+        return False
+    return np.isdtype(dtype, kind)
 
 
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-_FACTS = ArrayFacts._make((False, True, False, True))
+_FACTS = ArrayFacts(traced=False, reads=True, records=False, double=True)
 
 
-class _NumPy(Backend):
+class _NumPy(Backend[View]):
     writes = True
 
-    def signature(self, leaves: list[Any]) -> Any:
-        return tuple([
-            leaf.dtype
-            if type(leaf) is np.ndarray
-            else None if leaf is None else (type(leaf), getattr(leaf, "dtype", None))
-            for leaf in leaves
-        ])  # fmt: skip
+    def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
+        formats: list[Any] = [None] * len(leaves)
+        for number, leaf in enumerate(leaves):
+            # The dtype alone stands for the usual class.
+            if type(leaf) is np.ndarray:
+                formats[number] = leaf.dtype
+            elif leaf is not None:
+                formats[number] = type(leaf), getattr(leaf, "dtype", None)
+        return tuple(formats)
 
     def is_array(self, leaf: Any) -> bool:
-        # A matrix product is not elementwise, and whether masked entries count is undefined.
+        # A matrix product is not elementwise, and whether masked elements count is undefined.
         if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, NUMPY):
             return False
+        if leaf.dtype.kind in "iufc":
+            return True
         # A format of exponents alone has neither zero nor negative numbers.
-        name = leaf.dtype.name if leaf.dtype.type.__module__ == "ml_dtypes" else ""
-        floats = "float" in name and not name.endswith("e8m0fnu")
-        return leaf.dtype.kind in "iufc" or floats
+        name = leaf.dtype.name
+        is_extension = leaf.dtype.type.__module__ == "ml_dtypes"
+        return is_extension and "float" in name and not name.endswith("e8m0fnu")
 
-    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         return HOST
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[View]) -> ArrayFacts:
         return _FACTS
 
-    def readable(self, array: Array) -> bool:
+    def readable(self, array: View) -> bool:
         return True
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: View) -> View | None:
         return np.asarray(array)
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def from_host(self, array: View, device: Device) -> View:
         return array[()] if array.ndim == 0 else array
 
-    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
+    def fast_path(
+        self, leaves: list[View | None], limit: float, *, in_place: bool
+    ) -> FastResult | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
         if not all([type(array) is np.ndarray and array.dtype == _FLOAT32 for array in arrays]):
             return None
@@ -389,112 +460,122 @@ class _NumPy(Backend):
         def scale(factor: float) -> list[View] | None:
             if not in_place:
                 return [array * factor for array in arrays]
-            return (
-                [np.multiply(array, factor, out=array) for array in arrays]
-                if _are_apart(arrays)
-                else None
-            )
+            if not _are_separate(arrays):
+                return None
+            return [np.multiply(array, factor, out=array) for array in arrays]
 
         with np.errstate(all="ignore"):
-            return lane_on_host(leaves, float(squares(arrays, [len(arrays)])[0]), limit, scale)
+            [total] = sum_of_squares(arrays, [len(arrays)])
+            return fast_path_on_host(leaves, float(total), limit, scale)
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[View]:
         if terms.whole:
-            return terms.in_blocks(squares(terms.arrays, terms.counts))
+            return terms.in_blocks(sum_of_squares(terms.arrays, terms.counts))
         return stack_terms(self, sums_of_arrays(terms), terms)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
-        plain = all([type(factor) is float and factor for factor in factors])
-        if plain and not in_place and all([array.itemsize >= WIDE for array in arrays]):
+        self, arrays: list[View], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[View]:
+        nonzero = all([type(factor) is float and factor for factor in factors])
+        if nonzero and not in_place and all([array.itemsize >= WIDE for array in arrays]):
+            # A Python number keeps the dtype, but of scalars.
             with np.errstate(all="ignore"):
-                new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
+                products = list(map(mul, arrays, factors))
             return [
-                a if a.dtype == b.dtype else a.astype(b.dtype)
-                for a, b in zip(new, arrays, strict=True)
+                new if new.dtype == array.dtype else new.astype(array.dtype)
+                for new, array in zip(products, arrays, strict=True)
             ]
+
         with np.errstate(all="ignore"):
             return [
-                self._scale_one(*pair, in_place=in_place, zero=zero)
-                for pair in zip(arrays, factors, strict=True)
+                self._scale_one(array, factor, in_place=in_place, zero=zero)
+                for array, factor in zip(arrays, factors, strict=True)
             ]
 
-    def _scale_one(self, array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
-        exact = zero and bool(np.any(factor == 0))
-        if (
-            array.itemsize < WIDE
-            or exact
-            or (array.dtype.kind == "c" and isinstance(factor, np.ndarray))
-        ):
+    def _scale_one(self, array: View, factor: Any, *, in_place: bool, zero: bool) -> View:
+        """Multiply one array, in pieces if it has to be converted."""
+        makes_zeros = zero and bool(np.any(factor == 0))
+        is_complex_by_array = array.dtype.kind == "c" and isinstance(factor, np.ndarray)
+        if array.itemsize < WIDE or makes_zeros or is_complex_by_array:
             new = array if in_place else np.array(array, order="K")
-            super().multiply([new], [factor], in_place=True, zero=exact)
+            super().multiply([new], [factor], in_place=True, zero=makes_zeros)
             return new if isinstance(array, np.ndarray) else new[()]
+
         if in_place:
             return np.multiply(array, factor, out=array, casting="same_kind")
-        new = array * factor  # a Python number keeps the dtype
-        return new if new.dtype == array.dtype else new.astype(array.dtype)
+        # A Python number keeps the dtype, but of scalars.
+        new = array * factor
+        if new.dtype == array.dtype:
+            return new
+        return new.astype(array.dtype)
 
     def storage(self, leaves: list[Any]) -> list[Storage] | None:
+        if _are_separate(leaves):
+            return None
         # Scalars are read-only, too.
-        return (
-            None
-            if _are_apart(leaves)
-            else [(x, None if x.flags.writeable else "it is read-only") for x in leaves]
-        )
+        return [(leaf, None if leaf.flags.writeable else "it is read-only") for leaf in leaves]
 
-    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+    def write(self, array: View, function: Callable[..., View], *operands: View) -> None:
         with walk([array, *operands], "readwrite") as pieces:
             for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
-    def unstack(self, array: Array) -> list[Array]:
+    def unstack(self, array: View) -> list[View]:
         return list(array)
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
+    def pieces(self, array: View, axes: Axes = None) -> Iterable[View] | None:
         if axes is not None:
             return super().pieces(array, axes)
-        return walk([array], "readonly") if array.size > PIECE else None
+        if array.size <= PIECE:
+            return None
+        return walk([array], "readonly")
 
 
 def sums_of_arrays(terms: Terms) -> list[View]:
     """Return ``Σ|x/unit|ᵖ`` of each array."""
-    arrays, units = list(map(np.asarray, terms.arrays)), terms.units
-    if units is not None or terms.p != 2:
-        return [power_sum(BACKEND, *term) for term in terms.each()]
-    # then narrower ones are added as accurately
+    if terms.units is not None or terms.p != 2:
+        return [power_sum(BACKEND, *term) for term in terms.by_array()]
+
+    # Narrower arrays are added as accurately as the widest.
+    arrays = list(map(np.asarray, terms.arrays))
     wide = any(array.dtype.char in "dD" for array in arrays)
-    exact = [wide and array.dtype.char == "f" for array in arrays]
     axes = terms.axes or [None] * len(arrays)
-    quick = squares_along(
-        arrays, [None if slow else along for slow, along in zip(exact, axes, strict=True)]
-    )
-    every = zip(quick, arrays, axes, strict=True)
+    quick_axes = axes
+    if wide:
+        pairs = zip(arrays, axes, strict=True)
+        quick_axes = [None if array.dtype.char == "f" else along for array, along in pairs]
+
+    sums = squares_along(arrays, quick_axes)
     return [
-        _squares_of(array, along, wide=wide) if total is None else total
-        for total, array, along in every
+        _squares_along_axes(array, along, wide=wide) if total is None else total
+        for total, array, along in zip(sums, arrays, axes, strict=True)
     ]
 
 
-def _squares_of(array: View, axes: Axes, *, wide: bool) -> Any:
-    """Return ``Σ|x|²`` of an array along axes."""
+def _squares_along_axes(array: View, axes: Axes, *, wide: bool) -> View:
+    """Return ``Σ|x|²`` of an array along axes, in any memory layout."""
     if axes is None:
-        return np.asarray(squares_of(array, wide))
+        return np.asarray(array_squares(array, wide))
     total = power_sum(BACKEND, array, 2, axes)
-    if array.dtype.char in "dD" and not total.all():
-        return np.where(
-            (total == 0) & (power_sum(BACKEND, array, np.inf, axes) > 0), UNDERFLOWN, total
-        )
-    return total
+    if array.dtype.char not in "dD" or total.all():
+        return total
+
+    # Squares of float64 numbers may underflow, their moduli do not.
+    nonzero = power_sum(BACKEND, array, np.inf, axes) > 0
+    return np.where((total == 0) & nonzero, UNDERFLOWN, total)
 
 
-def _are_apart(arrays: list[Any]) -> bool:
-    """Whether a quick check shows that arrays are writable, without gaps, and do not overlap."""
+def _are_separate(arrays: list[Any]) -> bool:
+    """Return whether a quick check shows that arrays are writable, without gaps, and do not
+    overlap.
+    """
     if not all([type(a) is np.ndarray and a.flags.writeable and a.flags.forc for a in arrays]):
         return False
-    if all([a.base is None and a.flags.owndata for a in arrays]):  # no other array has their memory
+    # No other array has the memory of one that owns it.
+    if all([array.base is None and array.flags.owndata for array in arrays]):
         return len(set(map(id, arrays))) == len(arrays)
-    spans = sorted([(a.__array_interface__["data"][0], a.nbytes) for a in arrays])
+
+    spans = sorted([(array.__array_interface__["data"][0], array.nbytes) for array in arrays])
     return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
 
 

@@ -3,7 +3,7 @@
 under XLA and in TensorFlow 1 graphs.
 
 TensorFlow has no array API namespace (``tf.experimental.numpy`` needs a process-wide switch), so
-this file writes one, of the functions that uniclip calls.
+this module has one. It is not complete: it has the functions that uniclip calls.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
-from tensorflow.python.eager import record  # there is no public function for it
+from tensorflow.python.eager import record
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 
+from uniclip._types import Device, Number, Tree
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
     PIECE,
     RECORDED,
     TRACED,
-    Array,
     ArrayFacts,
     Axes,
     Backend,
@@ -38,6 +38,7 @@ from uniclip.backends.base import (
     LeafInfo,
     Op,
     Terms,
+    View,
     WrappedLeaf,
     enter_both,
     operand,
@@ -48,9 +49,9 @@ from uniclip.backends.base import (
     sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import lane_on_host, squares
+from uniclip.backends.numpy import fast_path_on_host, sum_of_squares
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_KINDS: dict[str, Callable[[tf.DType], bool]] = {
     "bool": lambda dtype: dtype.is_bool,
     "integral": lambda dtype: dtype.is_integer,
     "real floating": lambda dtype: dtype.is_floating,
@@ -60,107 +61,127 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 _GPUS = tf.config.list_physical_devices("GPU")
 _ROW = 16
-"""How many entries are added in a row: XLA adds sequentially,
-and the errors of equal entries have one sign.
+"""How many elements are added in a row: XLA adds sequentially,
+and the errors of equal elements have one sign.
 """
 _LONG = 2**12
-"""The largest number of entries that compiled code adds in float64 in no longer than in float32."""
+"""The largest number of elements that compiled code adds as fast in float64 as in float32."""
 _VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
 """The dtypes of values computed from norms."""
-_SINGLE = {tf.float16, tf.bfloat16, tf.float32}
+_HALF = {tf.float16, tf.bfloat16}
+_SINGLE = _HALF | {tf.float32}
 
 
-def _isdtype(dtype: Any, kind: str) -> bool:
+def _isdtype(dtype: tf.DType, kind: str) -> bool:
+    """Return whether a dtype is of a kind of the array API standard."""
     return bool(_KINDS[kind](tf.as_dtype(dtype)))
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: tf.Tensor | tf.DType) -> tf.DType:
+    """Return the dtype of a tensor, or a dtype itself."""
     return tf.as_dtype(value.dtype if hasattr(value, "dtype") else value)
 
 
-def _result_type(*values: Any) -> Any:
-    """Promote arrays and dtypes by the array API's tables (bfloat16 beside them, as float16 is)."""
-    dtypes = [_dtype(value) for value in values]
-    wide = [tf.float32 if dtype == tf.bfloat16 else dtype for dtype in dtypes]
-    same = all(dtype == dtypes[0] for dtype in dtypes)
-    return (
-        dtypes[0]
-        if same
-        else tf.as_dtype(np.result_type(*(dtype.as_numpy_dtype for dtype in wide)))
-    )
+def _result_type(*values: tf.Tensor | tf.DType) -> tf.DType:
+    """Promote tensors and dtypes by the array API's tables, and bfloat16 as float16."""
+    dtypes = list(map(_dtype, values))
+    if all(dtype == dtypes[0] for dtype in dtypes):
+        return dtypes[0]
+
+    # NumPy has no bfloat16, which is promoted to float32 at least.
+    numpy_dtypes = []
+    for dtype in dtypes:
+        in_numpy = tf.float32 if dtype == tf.bfloat16 else dtype
+        numpy_dtypes.append(in_numpy.as_numpy_dtype)
+    return tf.as_dtype(np.result_type(*numpy_dtypes))
 
 
-def _asarray(value: Any, *, dtype: Any = None) -> Array:
+def _asarray(value: Any, *, dtype: tf.DType | None = None) -> tf.Tensor:
+    """Convert numbers, arrays and variables."""
     if not tf.is_tensor(value):
         return tf.convert_to_tensor(value, dtype)
     value = tf.convert_to_tensor(value)
     return value if dtype is None else tf.cast(value, dtype)
 
 
-def _clip(x: Array, min: Any = None, max: Any = None) -> Array:
-    x = x if min is None else tf.maximum(x, _asarray(min, dtype=x.dtype))
-    return x if max is None else tf.minimum(x, _asarray(max, dtype=x.dtype))
+def _clip(x: tf.Tensor, min: Number | None = None, max: Number | None = None) -> tf.Tensor:
+    """Clip elementwise; a bound gets the dtype of the tensor."""
+    if min is not None:
+        x = tf.maximum(x, _asarray(min, dtype=x.dtype))
+    if max is not None:
+        x = tf.minimum(x, _asarray(max, dtype=x.dtype))
+    return x
 
 
-def _where(condition: Array, x: Any, y: Any, /) -> Array:
-    """Choose elementwise; a number gets the dtype of the array beside it."""
-    x = x if hasattr(x, "dtype") else tf.constant(x, y.dtype)
-    return tf.where(condition, x, y if hasattr(y, "dtype") else tf.constant(y, x.dtype))
+def _where(condition: tf.Tensor, x: Any, y: Any, /) -> tf.Tensor:
+    """Choose elementwise; a Python number gets the dtype of the other tensor."""
+    if not hasattr(x, "dtype"):
+        x = tf.constant(x, y.dtype)
+    if not hasattr(y, "dtype"):
+        y = tf.constant(y, x.dtype)
+    return tf.where(condition, x, y)
 
 
-def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    def reduction(
-        x: Array, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False
-    ) -> Array:
-        return reduce(
-            x, axis=axis if axis is None or isinstance(axis, int) else list(axis), keepdims=keepdims
-        )
+Axis: TypeAlias = int | Sequence[int] | None
+"""The argument ``axis`` of a reduction."""
+
+
+def _reduction(reduce: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Return a reduction with the arguments of the array API standard."""
+
+    def reduction(x: tf.Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> tf.Tensor:
+        if axis is not None and not isinstance(axis, int):
+            axis = list(axis)
+        return reduce(x, axis=axis, keepdims=keepdims)
 
     return reduction
 
 
-def _isfinite(x: Array) -> Array:
+def _isfinite(x: tf.Tensor) -> tf.Tensor:
+    """Return which elements are neither NaN nor infinite, also of complex tensors."""
     if x.dtype.is_complex:
         return tf.math.is_finite(tf.math.real(x)) & tf.math.is_finite(tf.math.imag(x))
     return tf.math.is_finite(x)
 
 
-def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    def extreme(x: Array, axis: Any, keepdims: bool) -> Array:
-        """Return the maximum or minimum, NaN if there is one; XLA's own drop NaN."""
+def _extreme(reduce: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Return a maximum or minimum that keeps NaN. XLA's drop NaN."""
+
+    def extreme(x: tf.Tensor, axis: Axis, keepdims: bool) -> tf.Tensor:
         extremum = reduce(x, axis, keepdims)
         if not x.dtype.is_floating:
             return extremum
-        # Uses the NaN that is there: a constant would trigger NaN debuggers.
-        return extremum + tf.reduce_sum(
-            tf.where(tf.math.is_nan(x), x, tf.zeros_like(x)), axis, keepdims
-        )
+        # Use the NaN that is there: a constant would trigger NaN debuggers.
+        nans = tf.where(tf.math.is_nan(x), x, tf.zeros_like(x))
+        return extremum + tf.reduce_sum(nans, axis, keepdims)
 
     return extreme
 
 
-def _sum(x: Array, axis: Any, keepdims: bool) -> Array:
+def _sum(x: tf.Tensor, axis: Axis, keepdims: bool) -> tf.Tensor:
     """Return the sum, of float32 numbers in float64: TensorFlow adds them sequentially."""
-    wide = tf.cast(x, tf.float64) if x.dtype == tf.float32 else x
-    return tf.cast(tf.reduce_sum(wide, axis, keepdims), x.dtype)
+    if x.dtype != tf.float32:
+        return tf.reduce_sum(x, axis, keepdims)
+    return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis, keepdims), x.dtype)
 
 
-def _sort(x: Array, /, *, axis: int = -1) -> Array:
-    # tf.sort reads its axis on the host, which is a tensor there.
+def _sort(x: tf.Tensor, /, *, axis: int = -1) -> tf.Tensor:
+    """Sort along an axis. tf.sort would read its axis on the host, where it is a tensor."""
     order = list(range(x.shape.rank))
     order.append(order.pop(axis))
     last = -tf.nn.top_k(-tf.transpose(x, order), x.shape[axis]).values
     return tf.transpose(last, [order.index(place) for place in range(x.shape.rank)])
 
 
-namespace = SimpleNamespace(
+namespace: Any = SimpleNamespace(
     __name__="uniclip.backends.tensorflow.namespace",
     abs=tf.abs,
     all=_reduction(tf.reduce_all),
     any=_reduction(tf.reduce_any),
     arange=lambda stop, /, *, dtype=tf.int32: tf.range(stop, dtype=dtype),
     asarray=_asarray,
-    astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
+    # Tensors are immutable, so a copy is not needed.
+    astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005
     ceil=tf.math.ceil,
     clip=_clip,
     concat=lambda arrays, /, *, axis=0: tf.concat(arrays, axis),
@@ -217,257 +238,285 @@ namespace = SimpleNamespace(
 )
 
 
-class _TensorFlow(Backend):
-    def signature(self, leaves: list[Any]) -> Any:
-        return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
+class _TensorFlow(Backend[tf.Tensor]):
+    def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
+        return tuple([None if leaf is None else _format_of(leaf) for leaf in leaves])
 
-    def array_facts(self, arrays: list[Array]) -> ArrayFacts:
+    def array_facts(self, arrays: list[tf.Tensor]) -> ArrayFacts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
-        return ArrayFacts(
-            traced,
-            not traced and all(["CPU" in array.device for array in arrays]),
-            records=True,
-            double=True,
-        )
+        reads = not traced and all(["CPU" in array.device for array in arrays])
+        return ArrayFacts(traced, reads, records=True, double=True)
 
-    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         if leaf_info.traced or not tf.executing_eagerly():
             return TRACED
-        return RECORDED if record.could_possibly_record() else HOST if leaf_info.reads else LIBRARY
+
+        # There is no public function to find out whether a tape records.
+        if record.could_possibly_record():
+            return RECORDED
+        return HOST if leaf_info.reads else LIBRARY
 
     def is_array(self, leaf: Any) -> bool:
-        return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
-            leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer
-        )
+        if not isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)):
+            return False
+        return bool(leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer)
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
         if not (gradient and isinstance(leaf, tf.Variable)):
             return None
         return (
-            "not a gradient; pass the gradients without their variables (to clip the weights, "
-            "v.value())"
+            "a variable is not a gradient; pass the gradients without their variables (to clip the "
+            "weights, pass v.value())"
         )
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: tf.Tensor) -> View | None:
         if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
             return None
         return np.asarray(array.numpy())
 
-    def device(self, array: Array) -> Any:
-        return None if array is None or not _GPUS else array.device
+    def device(self, array: tf.Tensor | None) -> str | None:
+        if array is None or not _GPUS:
+            return None
+        return array.device
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def from_host(self, array: View, device: Device) -> tf.Tensor:
         with nullcontext() if device is None else tf.device(device):
             return tf.constant(array)
 
-    def to_keep(self, arrays: list[Array]) -> list[Array]:
-        return [tf.identity(array) for array in arrays]  # one may be a variable
+    def to_keep(self, arrays: list[tf.Tensor]) -> list[tf.Tensor]:
+        # A variable may change later.
+        return list(map(tf.identity, arrays))
 
-    def fast_path(self, leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
+    def fast_path(
+        self, leaves: list[tf.Tensor | None], limit: float, *, in_place: bool
+    ) -> FastResult | None:
         if in_place or not tf.executing_eagerly() or record.could_possibly_record():
             return None
+
         tensors = [leaf for leaf in leaves if leaf is not None]
-        if not tensors or not all(
-            [
-                type(x) is EagerTensor and x.dtype == tf.float32 and "CPU" in x.device
-                for x in tensors
-            ]
-        ):
+        if not tensors or not all([_is_float32_on_cpu(tensor) for tensor in tensors]):
             return None
 
-        def scale(factor: float) -> list[Array]:
+        def scale(factor: float) -> list[tf.Tensor]:
             by = tf.constant(factor, tf.float32)
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
-        total = float(squares(list(map(_view_memory, tensors)), [len(tensors)])[0])
-        return lane_on_host(leaves, total, limit, scale, self.device(tensors[0]))
+        [total] = sum_of_squares(list(map(_view_memory, tensors)), [len(tensors)])
+        return fast_path_on_host(leaves, float(total), limit, scale, self.device(tensors[0]))
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(_view_memory, terms.arrays))))
         if mode == TRACED and terms.p == 2 and terms.units is None:
-            return stack_terms(self, sum_long_squares(self, terms, self._short), terms)
+            return stack_terms(self, sum_long_squares(self, terms, self._float32_sum), terms)
         return super().sums(mode, terms)
 
-    def _short(self, array: Array) -> Array | None:
-        """Return the float32 sum of squares of a long array: TensorFlow's kernels convert it first,
-        XLA is slower.
+    def _float32_sum(self, array: tf.Tensor) -> tf.Tensor | None:
+        """Return the float32 sum of squares of a long array, ``None`` for another one.
+
+        TensorFlow's own kernels convert a whole array to float64 first, and XLA's loop is slower.
         """
-        if (
-            array.dtype not in _SINGLE
-            or (array.shape.num_elements() or 0) <= _LONG
-            or self.debug_infs()
-        ):
+        size = array.shape.num_elements() or 0
+        if array.dtype not in _SINGLE or size <= _LONG or self.debug_infs():
             return None
         if _in_xla():
-            return _in_rows(tf.cast(array, tf.float32))
-        return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
+            return _sum_squares_in_rows(tf.cast(array, tf.float32))
+        if array.dtype != tf.float32:
+            return None
+        return 2 * tf.nn.l2_loss(array)
 
-    def stacks(self, array: Array | None) -> bool:
+    def stacks(self, array: tf.Tensor | None) -> bool:
         return array is not None or not _in_xla()
 
-    def reduce_rows(self, rows: Array, op: Op) -> Array:
-        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each
-        # user of the sum.
-        return super().reduce_rows(_fence(rows) if _in_xla() else rows, op)
+    def reduce_rows(self, rows: tf.Tensor, op: Op) -> tf.Tensor:
+        # XLA would turn the sum of k stacked numbers into k additions, and copy all of them into
+        # each user of the sum.
+        if _in_xla():
+            rows = _optimization_barrier(rows)
+        return super().reduce_rows(rows, op)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
+        self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[tf.Tensor]:
         products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
-        # XLA takes longer for a conditional than for a product, and so does everything for a small
-        # gradient.
-        large = sum([array.shape.num_elements() or 0 for array in arrays]) > PIECE
-        if not (large and same(factors) and self.traced(factors[0])) or _in_xla():
+        # A conditional saves products by 1. Under XLA, and for small gradients, it takes longer
+        # than they do.
+        sizes = [array.shape.num_elements() or 0 for array in arrays]
+        is_one_tensor = same(factors) and self.traced(factors[0])
+        if sum(sizes) <= PIECE or not is_one_tensor or _in_xla():
             return products()
-        return list(tf.nest.flatten(tf.cond(tf.equal(factors[0], 1), lambda: arrays, products)))
+        is_one = tf.equal(factors[0], 1)
+        return list(tf.nest.flatten(tf.cond(is_one, lambda: arrays, products)))
 
     def _products(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
-    ) -> list[Array]:
-        half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
-        if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
+        self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
+    ) -> list[tf.Tensor]:
+        """Multiply by few operations, without a copy in a wider dtype."""
+        converted = any([array.dtype in _HALF or array.dtype.is_complex for array in arrays])
+        if zero or in_place or converted:
             return super().multiply(arrays, factors, in_place=in_place, zero=zero)
-        if all([isinstance(factor, float) for factor in factors]):
-            by = {
-                pair: tf.constant(*pair)
-                for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}
-            }
-            return [
-                tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)
-            ]
-        return [
-            tf.multiply(*pair)
-            for pair in zip(arrays, map(partial(operand, self), arrays, factors), strict=True)
-        ]
+
+        pairs = list(zip(arrays, factors, strict=True))
+        if not all([isinstance(factor, float) for factor in factors]):
+            return [tf.multiply(array, operand(self, array, factor)) for array, factor in pairs]
+
+        # One constant for each number and dtype.
+        constants: dict[tuple[float, tf.DType], tf.Tensor] = {}
+        products = []
+        for array, factor in pairs:
+            key = factor, array.dtype
+            if key not in constants:
+                constants[key] = tf.constant(factor, array.dtype)
+            products.append(tf.raw_ops.Mul(x=array, y=constants[key]))
+        return products
 
     def debug_infs(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")
 
-    def traced(self, array: Array) -> bool:
+    def traced(self, array: tf.Tensor) -> bool:
         return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
 
-    def readable(self, array: Array) -> bool:
+    def readable(self, array: tf.Tensor) -> bool:
         return not self.traced(array) and "CPU" in array.device
 
-    def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
-        # Without XLA, traced code would make the copy too.
-        if (
-            array.dtype not in {tf.float16, tf.bfloat16}
-            or (array.shape.num_elements() or 0) <= PIECE
-        ):
+    def pieces(self, array: tf.Tensor, axes: Axes = None) -> Iterable[tf.Tensor] | None:
+        # Without XLA, traced code would make the wide copy, too.
+        if array.dtype not in _HALF or (array.shape.num_elements() or 0) <= PIECE:
             return None
+
         if axes is not None:
             return (array[rows, ...] for rows in row_slices(array.shape))
         flat = tf.reshape(array, [-1])
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    def unwrap(
+        self, leaf: tf.Tensor | tf.Variable | tf.IndexedSlices, *, in_place: bool, whole: bool
+    ) -> WrappedLeaf | None:
         if isinstance(leaf, tf.Variable):
             return WrappedLeaf(tf.convert_to_tensor(leaf))
         if isinstance(leaf, tf.IndexedSlices):
-            return _open_slices(leaf, whole=whole)
+            return _unwrap_slices(leaf, whole=whole)
         return super().unwrap(leaf, in_place=in_place, whole=whole)
 
     def cond(
-        self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
-    ) -> list[Array]:
-        if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
+        self,
+        ok: tf.Tensor,
+        usual: Callable[[], list[tf.Tensor]],
+        rare: Callable[[], list[tf.Tensor]],
+    ) -> list[tf.Tensor]:
+        # On an accelerator, tf.cond waits for the value in eager code.
+        if not self.traced(ok):
             return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def detach(self, array: Array) -> Array:
+    def detach(self, array: tf.Tensor) -> tf.Tensor:
         recorded = self.traced(array) or record.could_possibly_record()
-        return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
+        if not recorded or isinstance(array, tf.Variable):
+            return array
+        return tf.stop_gradient(array)
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
+    def computation_context(self, first: tf.Tensor | None = None) -> AbstractContextManager[Any]:
+        context = super().computation_context(first)
+        if tf.executing_eagerly():
+            return context
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
-        computation_context = super().computation_context(first)
-        return (
-            computation_context
-            if tf.executing_eagerly()
-            else enter_both(computation_context, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
-        )
+        return enter_both(context, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
 
 
-def _kind_of_tensor(leaf: Any) -> Any:
-    """Return the kind of a leaf, or of what is none."""
+def _format_of(leaf: Any) -> tuple[Any, ...]:
+    """Return class, dtype and device of a leaf, also of an object that is no tensor."""
     values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
     return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
-def _view_memory(array: Array) -> np.ndarray[Any, Any]:
+def _is_float32_on_cpu(tensor: tf.Tensor) -> bool:
+    """Return whether the host can read a tensor as float32 memory."""
+    return type(tensor) is EagerTensor and tensor.dtype == tf.float32 and "CPU" in tensor.device
+
+
+def _view_memory(array: tf.Tensor) -> View:
     """Return the memory of an eager tensor as a NumPy array."""
+    # A memoryview is the fastest way, but it does not support bfloat16.
     if array.dtype != tf.bfloat16:
-        return np.asarray(memoryview(array))  # the fastest way, but it does not know bfloat16
-    # ``__array__`` of a 0-d one does not work
-    return np.asarray(array if array.shape.rank else array.numpy())
+        return np.asarray(memoryview(array))
+    # ``__array__`` of a 0-d tensor does not work.
+    if array.shape.rank == 0:
+        array = array.numpy()
+    return np.asarray(array)
 
 
 def _in_xla() -> bool:
-    """Whether XLA will compile what is being traced; there is no public function for it."""
+    """Return whether XLA will compile what is being traced; there is no public function for it."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
-def _fence(array: Array) -> tuple[Array, Callable[[Array], Array]]:
-    """Return an array that XLA does not take apart, and its derivative,
+def _optimization_barrier(
+    array: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Return an array that XLA does not fuse, and its derivative,
     for which TensorFlow has none.
     """
     return xla.optimization_barrier(array)[0], lambda upstream: upstream
 
 
-def _in_rows(array: Array) -> Array:
+def _sum_squares_in_rows(array: tf.Tensor) -> tf.Tensor:
     """Return the sum of squares of a long array by short rows,
-    since XLA adds the entries of a row sequentially.
+    since XLA adds the elements of a row sequentially.
     """
+    # The rows' sums are added in float64.
     flat = tf.reshape(array, [-1])
     whole = flat.shape[0] - flat.shape[0] % _ROW
     rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), -1)
     tail = tf.reduce_sum(tf.square(flat[whole:]))
-    return tf.cast(
-        tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tail, tf.float64), array.dtype
-    )
+    total = tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tail, tf.float64)
+    return tf.cast(total, array.dtype)
 
 
-def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
+def _unwrap_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
     """Return the values, float32 or wider, with each row's sum at its first occurrence,
     and zeros at later ones.
 
     The number of rows stays the same, as XLA must know it, and so do the indices. If ``whole``, for
-    a function that may not leave 0 alone, later ones are made zeros again.
+    a function that may not map 0 to 0, later ones are made zeros again.
     """
-    values, count = tf.convert_to_tensor(slices.values), tf.size(slices.indices)
+    # The number of the first occurrence of each row's index.
+    values = tf.convert_to_tensor(slices.values)
+    count = tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))
     first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
-    wide = tf.cast(values, sum_dtype(namespace, values.dtype))
 
-    def back(new: Array) -> tf.IndexedSlices:
+    def rebuild(new: tf.Tensor) -> tf.IndexedSlices:
+        # A segment with a negative number is dropped.
         if whole:
-            # What has a negative number is left out.
             kept = tf.where(tf.equal(first, tf.range(count)), first, -1)
             new = tf.math.unsorted_segment_sum(new, kept, count)
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
 
+    wide = tf.cast(values, sum_dtype(namespace, values.dtype))
     summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
-    return WrappedLeaf(summed, back, rows=slices.indices, shape=_lengths_of(slices))
+    return WrappedLeaf(summed, rebuild, rows=slices.indices, shape=_lengths_of(slices))
 
 
-def _lengths_of(slices: tf.IndexedSlices) -> Any:
-    """Return the shape of slices as a dense tensor, ``None`` if they tell it themselves."""
+def _lengths_of(slices: tf.IndexedSlices) -> Sequence[Any] | None:
+    """Return the shape of slices as a dense tensor, ``None`` if their own attribute has it."""
     shape = slices.dense_shape
     if shape is None:
         return None
     if tf.is_tensor(shape):
-        return None if slices.shape.is_fully_defined() else tf.unstack(tf.cast(shape, tf.float64))
+        if slices.shape.is_fully_defined():
+            return None
+        return tf.unstack(tf.cast(shape, tf.float64))
 
-    # TensorFlow leaves a tuple as it was given, and then ``slices.shape`` is an error.
-    if isinstance(shape, tf.TensorShape):  # which may be unknown
+    # A tensor shape may be unknown. The values have all lengths but the first.
+    if isinstance(shape, tf.TensorShape):
         shape = shape.merge_with([None, *slices.values.shape[1:]])
+
+    # TensorFlow leaves a tuple as it is, and then ``slices.shape`` is an error.
     return tuple(map(_length, shape))
 
 
-def _length(length: Any) -> Any:
+def _length(length: int | tf.Tensor | None) -> int | tf.Tensor | None:
     """Return one number of a shape, a Python integer if it is known."""
     if tf.is_symbolic_tensor(length):
         return tf.cast(length, tf.float64)

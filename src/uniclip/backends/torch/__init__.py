@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from uniclip.backends.base import (
     PIECE,
     RECORDED,
     TRACED,
-    Array,
     ArrayFacts,
     Axes,
     LeafInfo,
@@ -39,7 +38,13 @@ from uniclip.backends.base import (
     unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
+from uniclip.backends.numpy import (
+    call_bound,
+    concatenated_squares,
+    sum_of_squares,
+    sums_of_arrays,
+    worth_concatenating,
+)
 from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
@@ -61,6 +66,8 @@ from uniclip.backends.torch.modes import (
     tracing,
     valueless,
 )
+
+Array: TypeAlias = torch.Tensor
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -251,12 +258,18 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
         return np.array([norm * norm])
     leaf_info = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
-    if len(leaf_info) == 1 and not leaf_info.isdisjoint(REAL) and small(sizes, lengths):
+    if (
+        len(leaf_info) == 1
+        and not leaf_info.isdisjoint(REAL)
+        and worth_concatenating(sizes, lengths)
+    ):
         flat = torch._utils._flatten_dense_tensors(arrays)
-        return squares_of_joined(flat.numpy(force=True), sizes, lengths)
-    if not leaf_info <= SINGLE or few(arrays, sum(sizes)):
+        return concatenated_squares(flat.numpy(force=True), sizes, lengths)
+    if not leaf_info <= SINGLE or call_bound(arrays, sum(sizes)):
         return (
-            squares(list(map(view_of, arrays)), lengths) if leaf_info.isdisjoint(FOREIGN) else None
+            sum_of_squares(list(map(view_of, arrays)), lengths)
+            if leaf_info.isdisjoint(FOREIGN)
+            else None
         )
     norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
     return None if None in norms else np.square(norms)
@@ -279,7 +292,9 @@ def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
     )
     sums = dict(zip(plain, sums_of_plain, strict=True))
     with torch.no_grad():
-        each = enumerate(terms._replace(units=units and list(map(torch.as_tensor, units))).each())
+        each = enumerate(
+            terms._replace(units=units and list(map(torch.as_tensor, units))).by_array()
+        )
         every = [sums[n] if n in sums else view_of(power_sum(backend, *term)) for n, term in each]
     return stack_terms(DEFAULT, every, terms)
 
