@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Ask the curve of a rule for the factors of norms and limits.
 
-`hard`, the usual curve, has shorter formulas of its own where a compiler or an accelerator computes.
+`hard`, the usual curve, has shorter formulas for compilers and accelerators.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _factors_of_block(
     # number.
     is_number = isinstance(limits, NUMBERS)
     has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
-    as_array = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
+    as_array: Any = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
     as_array = cast(xp, as_array, norms.dtype)
 
     if rule.curve is hard and math_.mode == TRACED:
