@@ -47,7 +47,7 @@ PROMISES = [
     ),
     Promise(
         "an adaptive limit",
-        "follows its formula, on norms before or after clipping as it says; spikes of the loss "
+        "follows its formula, on norms before or after clipping, as documented; spikes of the loss "
         "count, too",
         (programs.Learns(),),
     ),
@@ -70,13 +70,13 @@ PROMISES = [
         (programs.Split(),),
     ),
     Promise(
-        "finite, but squares leave the range",
+        "finite gradients whose squares overflow or underflow",
         "norm and result are right: 1e30 and 1e-30 in float32, 300 in float16",
         (programs.InRange(),),
     ),
     Promise(
         "a factor beyond its dtype",
-        "is the largest number of the dtype, or 0, in all frameworks; elements of 0 stay 0",
+        "becomes the largest number of the dtype, or 0, in all frameworks; elements of 0 stay 0",
         (programs.FactorsOutOfRange(),),
     ),
     Promise(
@@ -107,7 +107,7 @@ PROMISES = [
         checks.bad_limits,
     ),
     Promise(
-        "limits and bounds of any kind of number",
+        "limits and bounds as any kind of number",
         "work the same: Python numbers, fractions, decimals, NumPy numbers, 0-d arrays",
         check=checks.takes_any_number,
     ),
@@ -140,9 +140,9 @@ PROMISES = [
         (programs.RemembersNoNaN(),),
     ),
     Promise(
-        "a state that is saved and loaded",
-        "later steps are bitwise identical; a state of other leaves or of another rule raises a "
-        "`ValueError` that names these, before anything changes",
+        "saved and loaded state",
+        "later steps are bitwise identical; if it belongs to other leaves or to another rule, "
+        "a `ValueError` names them, before anything changes",
         check=checks.saved_states,
     ),
     Promise(
@@ -171,7 +171,7 @@ PROMISES = [
         checks.complex_by_value,
     ),
     Promise(
-        "floats of 8 bits",
+        "8-bit floats",
         "are clipped as float32, and rounded once",
         check=checks.eight_bits,
         exceptions=dict.fromkeys(NOT_NUMPY, "separate tests cover them, or it has none"),
@@ -183,13 +183,13 @@ PROMISES = [
     ),
     Promise(
         "empty and 0-d leaves, None, an empty tree",
-        "contribute 0 and keep their places; the norm of an empty tree is 0",
+        "add 0 to the norm and keep their places; the norm of an empty tree is 0",
         (programs.Empty(),),
         checks.empty_trees,
     ),
     Promise(
         "any error",
-        "is raised before any array changes, says what to write instead, and prints no array",
+        "is raised before any array changes, tells you what to write instead, and prints no array",
         check=checks.nothing_changes_before_an_error,
     ),
     Promise(
@@ -226,7 +226,7 @@ PROMISES = [
     ),
     Promise(
         "read-only, strided, Fortran-order, broadcast arrays",
-        "are right, and keep their layout; in place, unwritable arrays raise `TypeError`",
+        "give right results, and keep their layout; in place, unwritable arrays raise `TypeError`",
         check=checks.memory,
         exceptions=ONE_LAYOUT,
     ),

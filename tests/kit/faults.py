@@ -99,7 +99,9 @@ def _(uc: Any) -> dict[str, Any]:
     return clipping(uc, clip)
 
 
-@fault("a small number is added to the norm", "finite, but squares leave the range")
+@fault(
+    "a small number is added to the norm", "finite gradients whose squares overflow or underflow"
+)
 def _(uc: Any) -> dict[str, Any]:
     def clip_by_global_norm(grads: Any, max_norm: Any, **options: Any) -> Any:
         norm = uc.global_norm(grads, **options)
@@ -110,7 +112,7 @@ def _(uc: Any) -> dict[str, Any]:
     return {"clip_by_global_norm": clip_by_global_norm}
 
 
-@fault("the norm has the dtype of its leaf", "finite, but squares leave the range")
+@fault("the norm has the dtype of its leaf", "finite gradients whose squares overflow or underflow")
 def _(uc: Any) -> dict[str, Any]:
     def global_norm(grads: Any, *, ord: float = 2) -> Any:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -269,7 +271,7 @@ def _(uc: Any) -> dict[str, Any]:
     return {"clip_by_global_norm": clip_by_global_norm}
 
 
-@fault("a state is not restored", "a state that is saved and loaded")
+@fault("a state is not restored", "saved and loaded state")
 def _(uc: Any) -> dict[str, Any]:
     class Clipper(uc.Clipper):
         def load_state_dict(self, saved: Any) -> None:

@@ -333,7 +333,7 @@ class Experts(OneProcess):
 
 
 class PlainExperts(Experts):
-    """Experts as plain tensors, each in one process."""
+    """Experts as regular tensors, each in one process."""
 
     title = "experts as regular tensors, next to replicas"
     refused = MappingProxyType({"agc": KEPT, "leaf": EACH, "adagc": EACH})
