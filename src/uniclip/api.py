@@ -188,7 +188,8 @@ def clip_and_sum(
     _check_stateless(rule, update)
 
     # The fast path knows no examples.
-    tree, step = open_tree(grads), Step(params, all_reduce, shared=shared)
+    tree = open_tree(grads)
+    step = Step(params, all_reduce, shared=shared)
     result = run_general_step(rule, tree, _NO_STATE, step, rule.constant, apply=sum_examples)
     return result.clipped(), result.report()
 

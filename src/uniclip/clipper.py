@@ -354,8 +354,11 @@ class Clipper:
 
     def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
         """Take a step, and hold its state and its report."""
-        last, rule = self._last, self.rule
-        state, leaves, spec = last.state, last.leaves, last.spec
+        last = self._last
+        rule = self.rule
+        state = last.state
+        leaves = last.leaves
+        spec = last.spec
         looks_at_leaves = rule.stateful and labelled(rule)
         if state is None or looks_at_leaves or (self.record is not None and self.record.leaves):
             grads = flatten(grads)
@@ -400,7 +403,8 @@ class Clipper:
             return last.leaves, last.spec
         leaves = leaves_of(self.rule, flat)
         if last.leaves is not None and last.leaves != leaves:
-            before, now = labels_of(last.leaves), labels_of(leaves)
+            before = labels_of(last.leaves)
+            now = labels_of(leaves)
             raise ValueError(_describe_others(self.rule, before, now))
         return leaves, flat.spec
 

@@ -197,7 +197,8 @@ class FilledReport(NamedTuple("Fields", [(name, Any) for name in FIELDS]), Repor
     """A report of fields, which every framework's functions on trees can open and return."""
 
     __slots__ = ()
-    __repr__, __str__ = Report.__repr__, Report.__str__
+    __repr__ = Report.__repr__
+    __str__ = Report.__str__
 
 
 class LazyReport(Report):
@@ -251,7 +252,8 @@ class LazyReport(Report):
         values = self.values
         if values is None:
             return super().scalars()
-        plan, norms = values.plan, values.norms
+        plan = values.plan
+        norms = values.norms
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not norms or some_absent or any([0 in n.shape for n in norms]):
             return super().scalars()
@@ -267,7 +269,8 @@ class LazyReport(Report):
         _check_name(name)
         if name in self._fields or self.values is None:
             return self._fields[name]
-        math_, norms = self.values.plan.math, self.values.norms
+        math_ = self.values.plan.math
+        norms = self.values.norms
         with math_.backend.computation_context(norms[0] if norms else None):
             field = _arrange(self.values, name)
         # A tracer of one branch must not be found in another.
@@ -297,7 +300,9 @@ class LazyReport(Report):
 
 def _arrange(values: StepValues, name: str) -> Any:
     """Return a field in arrays of the gradients' library."""
-    plan, math_, xp = values.plan, values.plan.math, values.plan.math.xp
+    plan = values.plan
+    math_ = values.plan.math
+    xp = values.plan.math.xp
     if name == "clipped":
         same = math_.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
         return math_.to_library(xp.logical_not(same))
@@ -422,7 +427,8 @@ def was_skipped(report: Any) -> bool:
         return any(map(was_skipped, report.rules))
     if not isinstance(report, LazyReport) or report.is_of_fast_path or report.values is None:
         return False
-    skipped, math_ = report.values.skipped, report.values.plan.math
+    skipped = report.values.skipped
+    math_ = report.values.plan.math
     if skipped is None:
         return False
     return (math_.host or math_.library.readable(skipped)) and bool(skipped)

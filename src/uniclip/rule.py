@@ -111,7 +111,8 @@ class Choices(Printed):
 
     def _find_out(self) -> None:
         """Set what follows from the choices, and make the cache."""
-        limit, scope = self.limit, self.scope
+        limit = self.limit
+        scope = self.scope
         limits = [limit]
         if isinstance(limit, PerGroup):
             limits = [of_group for _, of_group in limit.limits]

@@ -15,7 +15,7 @@ from uniclip._core.plan import Plan
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Factors, State
-from uniclip.backends.base import Products, cast
+from uniclip.backends.base import Products, WrappedLeaf, cast
 from uniclip.report import Report, StepValues, report_of
 from uniclip.scopes import everything
 
@@ -82,7 +82,8 @@ def sum_examples(
 ) -> list[Any]:
     """Return the sum of the clipped gradients along their first axis, that of the examples."""
     _check_summable(tree, plan)
-    backend, xp = tree.backend, tree.backend.xp
+    backend = tree.backend
+    xp = tree.backend.xp
     present = tree.leaf_info.present
 
     # Many rounded examples would add up to a rounding error: they are summed in float32 or wider.
@@ -147,7 +148,8 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
 
     Leaves in which measuring replaced entries by 0, by the policy ``"zero"``, are written, too.
     """
-    backend, wrapped = tree.backend, tree.wrapped
+    backend = tree.backend
+    wrapped = tree.wrapped
     targets = list(tree.leaves)
     for number, leaf in wrapped.items():
         targets[number] = leaf.array
@@ -160,15 +162,9 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
         backend.scale(products)
         return
 
-    # One number multiplies the storage of a wrapped leaf as it is, which saves a copy back. A
-    # storage that leaves share, or that has other entries, takes the values of the array instead.
     for row, number in enumerate(numbers):
-        if number not in wrapped or number in repeated or number in zeroed:
-            continue
-        storage = wrapped[number].storage
-        if storage is not None and products.is_single(row):
-            targets[number] = storage
-
+        if number in wrapped and number not in repeated and number not in zeroed:
+            targets[number] = _target_of(wrapped[number], single=products.is_single(row))
     for number in zeroed:
         if number not in again:
             backend.write(targets[number], _second, tree.arrays[number])
@@ -178,6 +174,15 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
 
     written = {*numbers, *zeroed} - again
     tree.write([n for n in wrapped if n in written and targets[n] is wrapped[n].array])
+
+
+def _target_of(leaf: WrappedLeaf, *, single: bool) -> Any:
+    """Return what is multiplied of a wrapped leaf.
+
+    One number multiplies its storage as it is, which saves a copy back. A storage that leaves share,
+    or that has other entries, takes the values of the array instead.
+    """
+    return leaf.storage if single and leaf.storage is not None else leaf.array
 
 
 def _second(_: Any, new: Any) -> Any:

@@ -251,12 +251,7 @@ class Collectives:
 
         They reduce what belongs to no leaf.
         """
-        groups_in_order: dict[Any, None] = {}
-        for of_tree in (*self._shard_groups, self.mesh_groups):
-            for group in of_tree:
-                if group is not None:
-                    groups_in_order[group] = None
-        self._groups = list(groups_in_order)
+        self._groups = _distinct([*self._shard_groups, self.mesh_groups])
         """All groups of processes, in the same order in each process."""
 
     def reduce_sums(
@@ -293,7 +288,8 @@ class Collectives:
         weighed = []
         for number, total in zip(self._plan.order, sums, strict=True):
             replicas = 1 if self.replicas is None else self.replicas[number]
-            value, shard = total, shards.get(number)
+            value = total
+            shard = shards.get(number)
             if shard is not None:
                 value = shard.weigh(total)
                 replicas *= shard.replicas
@@ -319,21 +315,16 @@ class Collectives:
         addends: list[list[Any]] = [[] for _ in norms]
         extras = Payload(payload.losses, payload.unsound)
         for group in (None, *self._groups):
-            rows, sent = [], []
+            # What this process adds to each norm within the group, `None` for nothing.
+            partial_sums = {}
             for row in order:
                 source, members = norms[row]
                 tree = trees[source] if source < len(trees) else None
                 value = self._add_shards(group, tree, source, sums[source], members, op)
                 if value is not None:
-                    rows.append(row)
-                    sent.append(value)
-            if group is not None:
-                takes_extras = group in self.mesh_groups
-                arrays = [*sent, *extras.arrays] if takes_extras else sent
-                sent = reduce_payload(plan.math, arrays, op, group)
-                if takes_extras:
-                    extras = extras.fill(sent[len(rows) :])
-            for row, value in zip(rows, sent, strict=False):
+                    partial_sums[row] = value
+            of_group, extras = self._reduce_within(group, partial_sums, extras, op)
+            for row, value in of_group.items():
                 addends[row].append(value)
 
         totals = [plan.math.add(of_norm, op) for of_norm in addends]
@@ -342,6 +333,23 @@ class Collectives:
         present = None if payload.present is None else blocks[count:]
         reduced = payload._replace(losses=extras.losses, unsound=extras.unsound, present=present)
         return blocks[:count], reduced
+
+    def _reduce_within(
+        self, group: Any, partial_sums: dict[int, Any], extras: Payload, op: Op
+    ) -> tuple[dict[int, Any], Payload]:
+        """Return sums reduced within a group of processes, ``None`` for this one alone.
+
+        What belongs to no leaf goes along in those groups that cover all meshes.
+        """
+        if group is None:
+            return partial_sums, extras
+        sent = list(partial_sums.values())
+        if group not in self.mesh_groups:
+            reduced = reduce_payload(self._plan.math, sent, op, group)
+            return dict(zip(partial_sums, reduced, strict=True)), extras
+        reduced = reduce_payload(self._plan.math, [*sent, *extras.arrays], op, group)
+        extras = extras.fill(reduced[len(sent) :])
+        return dict(zip(partial_sums, reduced[: len(sent)], strict=True)), extras
 
     def _add_shards(  # noqa: PLR0913, PLR0917 - called in one place
         self,
@@ -391,7 +399,8 @@ class Collectives:
         """
         if not self.divided:
             return flags
-        math_, xp = self._plan.math, self._plan.math.xp
+        math_ = self._plan.math
+        xp = self._plan.math.xp
         for group in self.mesh_groups:
             faults = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
             largest = reduce_payload(math_, faults, "max", group)
@@ -450,13 +459,19 @@ class Exchange:
         return self._reduced
 
 
+def _distinct(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return each group of processes once, in the order in which they are met."""
+    distinct: dict[Any, None] = {}
+    for of_tree in groups:
+        for group in of_tree:
+            if group is not None:
+                distinct[group] = None
+    return list(distinct)
+
+
 def _cover_meshes(shards: Sequence[dict[int, Shard]], *, compiled: bool) -> list[Any]:
     """Return as few groups of processes as cover all that hold shards."""
-    distinct: dict[Any, None] = {}
-    for by_leaf in shards:
-        for shard in by_leaf.values():
-            distinct[shard.shard_groups()] = None
-    groups = list(distinct)
+    groups = _distinct([[s.shard_groups() for s in by_leaf.values()] for by_leaf in shards])
     # Compiled code does not list the processes of a group.
     if len(groups) < 2 or compiled:
         return groups
@@ -539,16 +554,18 @@ def reduce_payload(math_: NormSpace, arrays: list[Any], op: Op, reduction: Any) 
     """
     if not arrays:
         return []
-    backend, xp = math_.library, math_.library.xp
+    backend = math_.library
+    xp = math_.library.xp
     numpys = [isinstance(array, (float, *NUMPY)) for array in arrays]
     if math_.host and all(numpys):
         local: list[Any] = [np.asarray(array) for array in arrays]
         joined = np.concatenate([array.ravel() for array in local])
         vector = math_.to_library(joined.astype(np.float64, copy=False))
     else:
-        local = []
-        for array, is_numpy in zip(arrays, numpys, strict=True):
-            local.append(math_.to_library(np.asarray(array)) if is_numpy else array)
+        local = list(arrays)
+        for number, is_numpy in enumerate(numpys):
+            if is_numpy:
+                local[number] = math_.to_library(np.asarray(arrays[number]))
         # XLA makes one reduction of many.
         if math_.separate:
             wide = [cast(xp, array, math_.sum_dtype) for array in local]
@@ -560,13 +577,15 @@ def reduce_payload(math_: NormSpace, arrays: list[Any], op: Op, reduction: Any) 
     vector = _reduce(math_, vector, op, reduction)
     view = backend.as_numpy(vector) if math_.host else None
     if view is not None:
-        xp, vector = np, view
+        xp = np
+        vector = view
     return _split(xp, vector, [tuple(array.shape) for array in local])
 
 
 def _split(xp: Any, vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the arrays of some shapes that a vector consists of."""
-    arrays, start = [], 0
+    arrays = []
+    start = 0
     for shape in shapes:
         end = start + math.prod(shape)
         arrays.append(xp.reshape(vector[start:end], shape))

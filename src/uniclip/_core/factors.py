@@ -73,7 +73,8 @@ def _factors_of_block(
     rule: Choices, plan: Plan, norms: Norms, finite_norms: Norms, limits: float | Limits
 ) -> Factors:
     """Return the factors of a block whose norms may be limited."""
-    math_, xp = plan.math, plan.math.xp
+    math_ = plan.math
+    xp = plan.math.xp
     # A compiler divides by a constant as it multiplies by its reciprocal, which has to be a normal
     # number.
     is_number = isinstance(limits, NUMBERS)
@@ -132,7 +133,8 @@ def _divide_where_above(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
 
 def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Factors:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
-    math_, xp = plan.math, plan.math.xp
+    math_ = plan.math
+    xp = plan.math.xp
     curve: Any = rule.curve
     # PyTorch 2.11 and 2.12 compile no call of an object that is made in compiled code. Most curves
     # are functions, whose `__call__` no compiler knows.

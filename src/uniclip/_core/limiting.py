@@ -21,7 +21,7 @@ from uniclip._errors import real, summarize
 from uniclip._types import Norms, Tensor
 from uniclip.backends.arrays import check_shape
 from uniclip.backends.base import NUMPY
-from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
+from uniclip.limits import Constant, Context, Limit, NoState, PerGroup, Relative
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -62,16 +62,17 @@ def _ask_limit(
     """Return what `find_limits` returns, for a limit that is no constant."""
     limit = rule.limit
     norms: Any = measured.finite_norms
+    # A step without gradients changes no state.
+    if limit.stateful and not tree.leaf_info.present and plan.collectives is None:
+        return [math.inf] * len(norms), None, state
     states = [state] * len(norms)
     if limit.stateful:
-        # A step without gradients changes no state.
-        if not tree.leaf_info.present and plan.collectives is None:
-            return [math.inf] * len(norms), None, state
         _check_state(rule, plan, state)
         states = [state] if len(norms) == 1 else state
 
     divided = plan.collectives is not None and plan.collectives.divided
-    backend, blocks = plan.math.backend, plan.norm_blocks
+    backend = plan.math.backend
+    blocks = plan.norm_blocks
     contexts = [
         Context(backend, blocks, measured, number, limit.needs, divided=divided)
         for number in range(len(norms))
@@ -92,13 +93,17 @@ def _ask_limit(
             _check_threshold(plan, context, of_block, in_range=limit.in_range)
             for context, of_block in zip(contexts, limits, strict=True)
         ]
-    if not limit.stateful:
-        return limits, thresholds, state
+    return limits, thresholds, _join_states(limit, state, states, [new for _, new in answers])
 
-    new_states = [
-        old if new is None else new for (_, new), old in zip(answers, states, strict=True)
-    ]
-    return limits, thresholds, new_states[0] if len(new_states) == 1 else tuple(new_states)
+
+def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: list[Any]) -> Any:
+    """Return the next state of all blocks: the old one if all gradients of a block are absent."""
+    if not limit.stateful:
+        return state
+    for number, old in enumerate(states):
+        if new_states[number] is None:
+            new_states[number] = old
+    return new_states[0] if len(new_states) == 1 else tuple(new_states)
 
 
 def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: bool) -> Any:
@@ -119,7 +124,8 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
     """Return the limits of a block's norms, and its next state,
     ``None`` if all its gradients are absent.
     """
-    limit, math_ = rule.limit, plan.math
+    limit = rule.limit
+    math_ = plan.math
     # Without any gradient, the shape of the norms is unknown.
     if limit.stateful and context.absent and all(context.absent):
         return math.inf, None
@@ -183,7 +189,8 @@ def find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
 
 def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Tensor) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
-    xp, count = plan.math.xp, absent.shape[0]
+    xp = plan.math.xp
+    count = absent.shape[0]
 
     def restore(new: Tensor, old: Tensor) -> Tensor:
         has_rows = len(new.shape) > 0 and new.shape[0] == count
@@ -224,7 +231,9 @@ def _check_limits(
     TypeError, ValueError
         If they have the wrong shape; if a limit that can be read is negative or NaN.
     """
-    math_, xp, backend = plan.math, plan.math.xp, plan.math.backend
+    math_ = plan.math
+    xp = plan.math.xp
+    backend = plan.math.backend
     largest = math_.largest_norm
     if isinstance(limits, NUMBERS):
         if not limits >= 0:
@@ -284,7 +293,8 @@ def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constan
 
 def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     """Raise if a state is not of this rule, or not for this number of norms."""
-    limit, blocks = rule.limit, plan.blocks
+    limit = rule.limit
+    blocks = plan.blocks
     states = [state] if len(blocks) == 1 else state
     # The states of uniclip's own limits are named tuples of arrays with a row for each norm.
     built_in = type(limit).__module__.startswith("uniclip.limits.")

@@ -77,7 +77,8 @@ def measure(
     original : OpenedTree
         The gradients as they came in.
     """
-    math_, collectives = plan.math, plan.collectives
+    math_ = plan.math
+    collectives = plan.collectives
     # The host adds in float64 with NumPy; others need it to be allowed.
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         exchange = None
@@ -112,7 +113,8 @@ def _measure_norms(
     exchange: Exchange | None,
 ) -> Measured:
     """Return the norms of gradients and parameters, and their sizes."""
-    math_, tree = plan.math, trees[0]
+    math_ = plan.math
+    tree = trees[0]
     measured_trees = _measured_trees(trees, step)
     norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
 
@@ -186,7 +188,8 @@ def _are_entries_finite(
 
 def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     """Return how many arrays have entries that are not finite."""
-    library, xp = plan.math.library, plan.math.library.xp
+    library = plan.math.library
+    xp = plan.math.library.xp
     counts = []
     for number in tree.leaf_info.present:
         array = tree.arrays[number]
@@ -206,7 +209,8 @@ def _find_loss(
     """
     if "loss" not in rule.limit.needs:
         return None
-    math_, library = plan.math, plan.math.library
+    math_ = plan.math
+    library = plan.math.library
     if reduced is not None and reduced.losses is not None:
         loss = mean_loss(library, loss, [math_.to_library(total) for total in reduced.losses])
     elif isinstance(loss, Loss):

@@ -159,7 +159,8 @@ class NormSpace:
         """
         if self.host:
             return arrays
-        library, device = self.library, self.device
+        library = self.library
+        device = self.device
         return [
             library.constant(np.asarray(array), device) if isinstance(array, NUMPY) else array
             for array in arrays

@@ -170,7 +170,8 @@ def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
 
 def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> NormSpace:
     """Return where the norms of opened gradients are computed."""
-    info, first = tree.leaf_info, tree.first
+    info = tree.leaf_info
+    first = tree.first
     device = info.device if first is None else info.backend.device(first)
     narrow = info.narrow and (reduction is None or reduction.narrow)
     return NormSpace(info, mode, device, narrow=narrow)
@@ -178,6 +179,18 @@ def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> N
 
 class Plan:
     """The norms of one rule on trees of one structure; made by `plan_for`."""
+
+    # `make_plan` sets these, once it knows the rest of a plan.
+    collectives: Collectives | None = None
+    """What is reduced over processes; ``None`` if this one has all of it."""
+    shapes: list[tuple[int, ...]] | None = None
+    """The shapes of the blocks, if their norms are one vector between sums and products."""
+    norm_blocks: list[Block]
+    """The blocks of norms between sums and products."""
+    sizes: Sizes | None = None
+    """The numbers of entries of its norms, if they are needed and known."""
+    counts_entries = False
+    """Whether each step counts the entries of its norms."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - made in one place
         self,
@@ -209,29 +222,13 @@ class Plan:
         """How many of them each norm has."""
         self.heights = [len(block.groups) for block in blocks]
         """How many norms each block has."""
-        self.places: dict[int, tuple[int, int]] = {}
+        self.places = _places_of(blocks)
         """For each leaf, the block and the row of its norm."""
-        for number, block in enumerate(blocks):
-            for row, group in enumerate(block.groups):
-                for leaf in group:
-                    self.places[leaf] = (number, row)
-
         self.along = None if scope.axes is None else [*axes, None]
         """The axes of each leaf, and behind them those of a norm without gradients."""
         each_alone = all([len(group) <= 1 for group in groups])
         self.entries = scope.axes is not None and each_alone and all([a == () for a in axes])
         """Whether each norm is the modulus of an entry, whatever its order."""
-
-        self.collectives: Collectives | None = None
-        """What is reduced over processes; ``None`` if this one has all of it."""
-        self.shapes: list[tuple[int, ...]] | None = None
-        """The shapes of the blocks, if their norms are one vector between sums and products."""
-        self.norm_blocks: list[Block] = []
-        """The blocks of norms between sums and products."""
-        self.sizes: Sizes | None = None
-        """The numbers of entries of its norms, if they are needed and known."""
-        self.counts_entries = False
-        """Whether each step counts the entries of its norms."""
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> list[Any]:
         """Return an array for each block of norms as one vector of all; see `shapes`."""
@@ -300,6 +297,15 @@ class Plan:
         if self.scope.label in {None, everything}:
             return labels
         return sorted(labels, key=_text)
+
+
+def _places_of(blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
+    places = {}
+    for number, block in enumerate(blocks):
+        for row, group in enumerate(block.groups):
+            for leaf in group:
+                places[leaf] = (number, row)
+    return places
 
 
 # Which leaves share a norm.
@@ -419,7 +425,8 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
     """Return a key that must be equal for norms with axes to be stacked,
     ``None`` if they must not be.
     """
-    backend, array = tree.backend, tree.arrays[number]
+    backend = tree.backend
+    array = tree.arrays[number]
     if axes is None or not backend.stacks(array):
         return None
     kept = tuple([length for axis, length in enumerate(array.shape) if axis not in axes])
@@ -441,13 +448,7 @@ def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple
         return None
     if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
         return None
-    if any([len(group) != 1 for block in plan.blocks for group in block.groups]):
-        return None
-
-    backend = tree.backend
-    arrays = [tree.arrays[number] for number in plan.order]
-    devices = {backend.device(array) for array in arrays}
-    if len(devices) > 1 or not all([backend.stacks(array) for array in arrays]):
+    if not _can_join(plan, tree):
         return None
 
     shapes = []
@@ -460,8 +461,17 @@ def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple
 
     # Norms of single entries would take as much memory as the gradients.
     norms = sum(map(math.prod, shapes))
-    entries = sum([math.prod(array.shape) for array in arrays])
+    entries = sum([math.prod(tree.arrays[number].shape) for number in plan.order])
     return shapes if norms * MIN_ENTRIES_PER_NORM <= entries else None
+
+
+def _can_join(plan: Plan, tree: OpenedTree) -> bool:
+    """Return whether each norm is of one leaf, and all leaves lie on one device."""
+    if any([len(group) != 1 for block in plan.blocks for group in block.groups]):
+        return False
+    arrays = [tree.arrays[number] for number in plan.order]
+    devices = {tree.backend.device(array) for array in arrays}
+    return len(devices) == 1 and all([tree.backend.stacks(array) for array in arrays])
 
 
 def _joined(blocks: Iterable[Block]) -> Block:
@@ -478,7 +488,8 @@ def _add_collectives(
     plan: Plan, rule: Choices, trees: Sequence[OpenedTree], reduction: Reduction | None
 ) -> None:
     """Say in a plan what processes reduce, if there are several."""
-    tree, shards = trees[0], [one.shards for one in trees]
+    tree = trees[0]
+    shards = [one.shards for one in trees]
     if reduction is not None or any(shards):
         plan.collectives = Collectives(plan, tree, reduction, shards)
         if plan.collectives.divided and rule.stateful:
@@ -604,7 +615,8 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 
 def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
-    leaf, wrapped = tree.leaves[number], tree.wrapped.get(number)
+    leaf = tree.leaves[number]
+    wrapped = tree.wrapped.get(number)
     if leaf is None and wrapped is None:
         return None
 
@@ -654,7 +666,8 @@ def _check_equal_shapes(tree: OpenedTree, axes: list[Axes], group: Sequence[int]
     """Raise if a group has leaves whose norms differ in shape."""
     present = [number for number in group if tree.leaves[number] is not None]
     for number in present:
-        first, shape = _kept_shape(tree, axes, present[0]), _kept_shape(tree, axes, number)
+        first = _kept_shape(tree, axes, present[0])
+        shape = _kept_shape(tree, axes, number)
         if same_shape(first, shape):
             continue
         described = [

@@ -55,7 +55,8 @@ def count_entries(plan: Plan, tree: OpenedTree) -> list[Tensor]:
 
 def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes:
     """Return the sizes of norms, given the number of entries of each block of norms."""
-    rounded, divisors = [], []
+    rounded = []
+    divisors = []
     for count in counts:
         xp = np if isinstance(count, np.ndarray) else plan.math.library.xp
         rounded.append(plan.math.round_to_norms(count))
@@ -69,12 +70,10 @@ def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes
 def _entries_of(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
     """Return the number of entries of a leaf that share a norm, also of those not stored."""
     axes = plan.axes[number]
-    wrapped = tree.wrapped.get(number)
-    if wrapped is None or wrapped.shape is None:
+    # A wrapped leaf may have no shape of its own.
+    shape = tree.wrapped[number].shape if number in tree.wrapped else None
+    if shape is None:
         shape = tree.leaves[number].shape
-    else:
-        # The leaf does not tell.
-        shape = wrapped.shape
 
     # TensorFlow's graphs may know neither the rank nor the lengths: then the entries are counted
     # when the program runs.
@@ -100,7 +99,8 @@ def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> 
         totals = np.asarray([sum(group) for group in of_groups], np.float64)
         return np.reshape(totals, shape)
 
-    xp, dtype = plan.math.library.xp, plan.math.sum_dtype
+    xp = plan.math.library.xp
+    dtype = plan.math.sum_dtype
     rows = []
     for group in of_groups:
         addends = [xp.astype(xp.asarray(count), dtype) for count in group]

@@ -128,33 +128,46 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
-        if rule.nonfinite == "zero":
-            tree, measured = _measure_and_zero(rule, plan, trees, step)
-        else:
-            measured = measure(rule, plan, trees, step, tree)
-        step_finite = None
-        if rule.decides:
-            step_finite = _check_finite(rule, plan, tree, measured)
-
-        limits, thresholds, new_state = find_limits(rule, plan, tree, measured, state, constant)
-        factors = compute_factors(rule, plan, measured, limits, constant)
-        if rule.zeroes:
-            factors = zero_where_skipped(rule, plan, measured, factors, step_finite)
-        # NaN never enters a state.
-        if rule.stateful:
-            new_state = _choose_state(step_finite, new_state, state)
-        skipped = _is_skipped(rule, plan, measured, factors, step_finite)
-
-        norms = measured.norms
-        if plan.shapes is not None:
-            norms, limits = plan.split_blocks(norms), plan.split_blocks(limits)
-            factors = plan.split_blocks(factors)
-            thresholds = thresholds and plan.split_blocks(thresholds)
-        values = StepValues(
-            plan, norms, limits, factors, thresholds, measured.entries_finite, skipped
-        )
+        tree, values, new_state = _run_planned(rule, plan, trees, state, step, constant)
         leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
         return StepResult(leaves, tree.spec.unflatten, values, new_state)
+
+
+def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
+    rule: Choices,
+    plan: Plan,
+    trees: Sequence[OpenedTree],
+    state: Any,
+    step: Step,
+    constant: Any,
+) -> tuple[OpenedTree, StepValues, Any]:
+    """Return the gradients to multiply, what the report is made of, and the next state."""
+    if rule.nonfinite == "zero":
+        tree, measured = _measure_and_zero(rule, plan, trees, step)
+    else:
+        tree = trees[0]
+        measured = measure(rule, plan, trees, step, tree)
+    step_finite = None
+    if rule.decides:
+        step_finite = _check_finite(rule, plan, tree, measured)
+
+    limits, thresholds, new_state = find_limits(rule, plan, tree, measured, state, constant)
+    factors = compute_factors(rule, plan, measured, limits, constant)
+    if rule.zeroes:
+        factors = zero_where_skipped(rule, plan, measured, factors, step_finite)
+    # NaN never enters a state.
+    if rule.stateful:
+        new_state = _choose_state(step_finite, new_state, state)
+    skipped = _is_skipped(rule, plan, measured, factors, step_finite)
+
+    norms = measured.norms
+    if plan.shapes is not None:
+        norms = plan.split_blocks(norms)
+        limits = plan.split_blocks(limits)
+        factors = plan.split_blocks(factors)
+        thresholds = thresholds and plan.split_blocks(thresholds)
+    finite = measured.entries_finite
+    return tree, StepValues(plan, norms, limits, factors, thresholds, finite, skipped), new_state
 
 
 # What comes in.
@@ -355,7 +368,8 @@ def _is_skipped(
         return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
 
     present: Sequence[Any] = measured.present or [None] * len(factors)
-    rejected, none_rejected = [], []
+    rejected = []
+    none_rejected = []
     for of_block, block, has_gradient in zip(factors, plan.blocks, present, strict=True):
         is_zero = xp.equal(of_block, 0.0)
         # True also if there is no norm.

@@ -174,7 +174,9 @@ class OpenedTree(NamedTuple):
 
     def _rebuild(self, number: int, array: Any) -> Leaf:
         """Return a leaf of a changed array, or write it into the leaf."""
-        wrapped, leaf, xp = self.wrapped[number], self.leaves[number], self.backend.xp
+        wrapped = self.wrapped[number]
+        leaf = self.leaves[number]
+        xp = self.backend.xp
         # Integers that a rule of norms has scaled stay floats; all else gets the leaf's dtype.
         scaled_integers = self.is_integral(number) and not xp.isdtype(array.dtype, "integral")
         if not scaled_integers and array.dtype == wrapped.array.dtype:
@@ -381,7 +383,8 @@ def open_leaves(
         backend = backend_for(leaves, name, spec)
         candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
-        backend, candidates = leaf_info.backend, leaf_info.wrapped
+        backend = leaf_info.backend
+        candidates = leaf_info.wrapped
 
     arrays = leaves
     wrapped: dict[int, WrappedLeaf] = {}
@@ -469,7 +472,8 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
     def described(number: int) -> str:
         return f"{place(name, spec.paths()[number])} is a {describe(leaves[number])}"
 
-    chosen, first = None, 0
+    chosen = None
+    first = 0
     for number, leaf in enumerate(leaves):
         if leaf is None:
             continue
@@ -486,7 +490,8 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
             msg = f"{described(number)}: {reason}"
             raise TypeError(msg)
         if chosen is None:
-            chosen, first = backend, number
+            chosen = backend
+            first = number
         if backend is not chosen:
             msg = (
                 f"{described(number)} but {described(first)}: convert all gradients to one "
@@ -535,6 +540,20 @@ def find_shared_storage(
         if view is not None and view.size:
             views[number] = view
 
+    for number in _find_equal_views(views, where):
+        repeated.add(number)
+    return repeated
+
+
+def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> set[int]:
+    """Return the leaves that lie where an earlier one does.
+
+    Raises
+    ------
+    ValueError
+        If two leaves overlap in memory, and are not the same.
+    """
+    repeated = set()
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (
@@ -641,7 +660,8 @@ def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> Opened
         for number, shard in shards.items()
         if shard is not None
     }
-    leaf_info, leaves = params.leaf_info, params.leaves
+    leaf_info = params.leaf_info
+    leaves = params.leaves
     return OpenedTree(leaf_info, leaves, arrays, tree.spec, "params", wrapped=wrapped)
 
 
@@ -656,7 +676,8 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
         if params.leaves[number] is None:
             msg = f"{tree.place(number)} has no parameter: {params.place(number)} is missing"
             raise ValueError(msg)
-        shape, of_gradient = params.leaves[number].shape, shapes[number]
+        shape = params.leaves[number].shape
+        of_gradient = shapes[number]
         # A length of None is known when the program runs.
         if not (shape == of_gradient or same_shape(shape, of_gradient)):
             msg = (
