@@ -70,8 +70,15 @@ RULES: dict[str, Any] = {
     "percentile_clipping": uc.percentile_clipping(),
 }
 """Rules that all checks take."""
-LEARNS = {"zclip", "autoclip", "adagc", "skip_spikes", "percentile_clipping"}
-"""Rules with memory."""
+IN_GRAPHS = {
+    "zclip, warm": uc.zclip(warmup=2),
+    "adagc, warm": uc.adagc(warmup=1),
+    "skip_spikes, long": uc.skip_spikes(window=500, warmup=2),
+    "norm_growth": uc.norm_growth(),
+}
+"""Rules that are captured, too: past their warm-up, and with a long window."""
+WARM_UP = 3
+"""How many steps run before a capture."""
 
 
 class Run:
@@ -206,7 +213,7 @@ def check_numbers(run: Run, *, triton: bool) -> None:
 
 
 def without_wait(rule: Any, *, triton: bool) -> None:
-    """Require that the fourth step of an attached rule waits for nothing."""
+    """Require that no step of an attached rule but the first waits."""
     params = parameters([(30, 70), (70,), (8, 3, 5, 5)])
     optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
     handle = attach(optimizer, rule)
@@ -216,11 +223,8 @@ def without_wait(rule: Any, *, triton: bool) -> None:
             for param in params:
                 param.grad = torch.randn_like(param)
             synchronize()
-            torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")  # noqa: PLR2004
-            try:
+            with nullcontext() if step == 0 else refusing_waits():
                 optimizer.step(**closure)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
     handle.remove()
 
 
@@ -229,7 +233,7 @@ def warmed_up(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(WARM_UP):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -279,6 +283,8 @@ def replay_attached(rule: Any) -> None:
     handles = [attach(optimizer, rule) for optimizer in optimizers]
     closure = {"closure": lambda: torch.ones((), device=DEVICE)} if "loss" in needs(rule) else {}
     graph = warmed_up(lambda: optimizers[0].step(**closure))
+    for _ in range(WARM_UP):
+        optimizers[1].step(**closure)
     for scale in (1.0, 5.0, 0.01):
         filled = fill_freed_memory()
         for param, other in zip(params, others, strict=True):
@@ -345,8 +351,20 @@ NETS = {
 }
 
 
+@contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Let PyTorch raise an error where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def measure(function: Callable[[], Any], setup: Callable[[], Any], count: int = 7) -> str:
-    """Return the median times of the GPU and of the host in µs, and the kernels of a call."""
+    """Return the median times of the GPU and of the host in µs, and the kernels of a call, which
+    must not wait once it has run.
+    """
     times = []
     for number in range(count + 2):
         setup()
@@ -355,7 +373,8 @@ def measure(function: Callable[[], Any], setup: Callable[[], Any], count: int = 
         torch.cuda._sleep(8_000_000)  # noqa: SLF001 - the host is ahead, as in a training
         start.record()
         begin = time.perf_counter()
-        function()
+        with nullcontext() if number == 0 else refusing_waits():
+            function()
         host = time.perf_counter() - begin
         end.record()
         synchronize()
@@ -502,8 +521,8 @@ def run_on_gpu(run: Run) -> None:
     if run.section("graphs"):
         for dtype in (torch.float32, torch.bfloat16):
             run.check(f"drop-in, {dtype}", lambda: replay_drop_in(dtype))  # noqa: B023
-        for name in RULES.keys() - LEARNS:  # what a graph remembers is another matter
-            run.check(f"attached {name}", lambda: replay_attached(RULES[name]))  # noqa: B023
+        for name, rule in (RULES | IN_GRAPHS).items():
+            run.check(f"attached {name}", lambda: replay_attached(rule))  # noqa: B023
     if run.section("streams"):
         run.check("side streams", on_streams)
         run.check("many lists", of_many_lists)

@@ -19,7 +19,7 @@ import pytest
 
 import uniclip as uc
 from kit import rules
-from kit.devices import DEVICES
+from kit.devices import DEVICES, SENT, on_torch
 from kit.frameworks import EAGER, Framework
 from kit.trees import leaves, mapped, walk
 
@@ -318,6 +318,94 @@ def test_no_reads(framework: Framework, name: str) -> None:
     and the results are those on the CPU.
     """
     check_no_reads(framework, name)
+
+
+NEW_AT_EACH_STEP = {"cowclip"}
+"""Rules with an array that users change at each step."""
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", rules.every_rule(uc))
+def test_nothing_is_sent_again(name: str) -> None:
+    """Once a rule has run, a step sends nothing to an accelerator, and so can be captured in a CUDA
+    graph: constants are there.
+    """
+    framework = EAGER["torch"][0]()
+    rule, params, steps = rule_and_arrays(framework, name)
+    with DEVICES["torch"]():
+        _, state, _ = rule.update(steps[0], rule.init(params), params, loss=1.0)
+        SENT.clear()
+        rule.update(steps[1], state, params, loss=1.0, in_place=True)
+        assert not SENT or name in NEW_AT_EACH_STEP
+    with on_torch(capturing=True):
+        rule.update(steps[2], state, params, loss=1.0, in_place=True)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("count", [3, 300])
+def test_long_windows_in_a_graph(count: int) -> None:
+    """Windows, sizes and limits of more than 256 numbers are captured, too."""
+    import torch
+
+    grads = [torch.ones(2 + number % 3) for number in range(count)]
+    limits = dict.fromkeys(range(count), 1.0)
+    some = [
+        uc.autoclip(),
+        uc.percentile_clipping(),
+        uc.skip_spikes(window=500),
+        uc.by_block_rms(0.1),
+        uc.by_average_norm(0.1),
+        uc.by_group_norm(limits, lambda path, leaf: path[0]),
+    ]
+    for rule in some:
+        with DEVICES["torch"]():
+            _, state, _ = rule.update(grads, rule.init(grads))
+        with on_torch(capturing=True):
+            rule.update(grads, state, in_place=True)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", rules.learning(uc) | rules.learning_more(uc))
+def test_a_graph_goes_on_from_its_last_run(name: str) -> None:
+    """In the capture of a CUDA graph a clipper writes what it learns into the memory that it had,
+    as each replay reads that.
+    """
+    framework = EAGER["torch"][0]()
+    rule, params, steps = rule_and_arrays(framework, name)
+    captured, usual = uc.Clipper(rule), uc.Clipper(rule)
+    for number, grads in enumerate(steps[:3]):
+        given = mapped(lambda leaf: leaf + 0, grads)
+        with on_torch():
+            usual.clip_(given, params, loss=1.0)
+        given = mapped(lambda leaf: leaf + 0, grads)
+        before = leaves(captured.state)
+        with on_torch(capturing=number > 0):
+            captured.clip_(given, params, loss=1.0)
+        if number > 0:
+            pairs = zip(before, leaves(captured.state), strict=True)
+            assert all(array is now for array, now in pairs)
+    assert captured.state_dict() == usual.state_dict()
+
+
+@pytest.mark.needs("torch")
+def test_what_waits_is_found() -> None:
+    """The faked accelerator refuses copies that wait, and tensors of two devices."""
+    waits = {
+        "copies from pageable memory": "torch.as_tensor(np.ones(3), device=x.device)",
+        "copies from the host": "torch.zeros(3).to(x.device, non_blocking=True)",
+        "copies from pageable": "torch.tensor(1.0, device=x.device)",
+        "of two devices": "x + torch.ones(3)",
+    }
+    import torch
+
+    names: dict[str, Any] = {"__name__": "uniclip", "torch": torch, "np": np}
+    names["x"] = torch.ones(3)
+    for message, expression in waits.items():
+        with pytest.raises(AssertionError, match=message), DEVICES["torch"]():
+            eval(expression, names)
+    sent = "torch.zeros(3).pin_memory().to(x.device, non_blocking=True) + x + torch.tensor(1.0)"
+    with DEVICES["torch"]():
+        eval(sent, names)
 
 
 @pytest.mark.only("jax")

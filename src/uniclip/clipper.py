@@ -22,7 +22,7 @@ from uniclip._core.tree import Flat, flatten, place
 from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T
 from uniclip._warnings import warn
-from uniclip.backends import outlives, to_lists
+from uniclip.backends import outlives, to_lists, to_remember
 from uniclip.compose import AnyRule, as_rule
 from uniclip.report import (
     AVERAGED,
@@ -383,8 +383,11 @@ class Clipper:
         self._raise_if_traced(state)  # a graph cannot even use a state from outside
         # Before they are clipped.
         norms = None if self.record is None else self.record.norms_of(grads)
-        clipped, state, report = take_step(self.rule, grads, state, step)
-        self._raise_if_traced(state)
+        clipped, new, report = take_step(self.rule, grads, state, step)
+        self._raise_if_traced(new)
+        if self.rule.stateful:
+            new = to_remember(new, state)
+        state = new
         self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
         self._see(report, step.loss, norms)
         return clipped, report

@@ -19,6 +19,7 @@ TYPES = {
     "addresses": "*i64",
     "partial_sums": "*fp64",
     "sums": "*fp64",
+    "roots": "*fp32",
     "factors": "*fp32",
     "factor_and_norm": "*fp32",
     "to_outputs": "i32",
@@ -87,6 +88,8 @@ def main(capability: int) -> None:
                     check_vectors(ptx, dtype, parameters)
 
     compiled(kernels.join_sums, capability, kernels.JOIN_PARAMETERS)
+    compiled(kernels.join_norms, capability, kernels.JOIN_PARAMETERS)
+    compiled(kernels.find_norms, capability, kernels.ROOT_PARAMETERS)
     assert "div.rn" in compiled(kernels.find_factor, capability, kernels.NORM_PARAMETERS)
 
 

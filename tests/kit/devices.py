@@ -5,6 +5,7 @@ where no host may read them without waiting.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -71,45 +72,178 @@ def by_numpy(kind: type) -> Iterator[None]:
         yield
 
 
+MAKERS = (
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "from_numpy",
+    "full",
+    "linspace",
+    "ones",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+)
+"""Functions of PyTorch that make tensors on the host, unless they are told a device."""
+CALLERS = ("uniclip", "array_api_compat")
+"""The packages whose tensors may be on the host; those of a test are elsewhere."""
+
+
+def is_on_host(tensor: Any) -> bool:
+    """Return whether a tensor is one that uniclip made on the host."""
+    return bool(vars(tensor).get("on_host", False))
+
+
+def made_on_host(tensor: Any, *, pinned: bool = False) -> Any:
+    """Mark a tensor as one on the host, in pinned memory or not."""
+    tensor.on_host = True
+    tensor.is_in_pinned_memory = pinned
+    return tensor
+
+
+def maker(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes tensors, so that it takes a `Device`, and marks those without."""
+
+    def made(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
+        import torch
+
+        tensor = make(*args, **options)
+        caller = sys._getframe(1).f_globals["__name__"].split(".")[0]
+        if isinstance(device, Device) or caller not in CALLERS:
+            if args and not isinstance(args[0], torch.Tensor) and make.__name__ in COPIES:
+                refuse_wait(f"torch.{make.__name__} copies from pageable memory", caller in CALLERS)
+            return tensor
+        if any(tensor is argument for argument in args):
+            return tensor
+        return made_on_host(tensor, pinned=pin_memory)
+
+    return made
+
+
+STREAM = mock.MagicMock()
+"""The stream on which everything runs."""
+SENT: list[tuple[int, ...]] = []
+"""The shapes of tensors that were sent to an accelerator from pinned memory."""
+COPIES = {"as_tensor", "asarray", "tensor", "from_numpy"}
+"""Functions that copy values which the host has."""
+
+
+def refuse_wait(why: str, of_uniclip: bool = True) -> None:
+    """Refuse what makes the host wait for an accelerator."""
+    if of_uniclip:
+        msg = f"the host waits: {why}"
+        raise AssertionError(msg)
+
+
+def unless_on_host(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that reads a tensor, so that it is refused for those elsewhere."""
+    return lambda tensor, *rest, **options: (read if is_on_host(tensor) else refuse)(
+        tensor, *rest, **options
+    )
+
+
 @contextmanager
-def elsewhere(device: Device = Device()) -> Iterator[None]:  # noqa: B008 - it never changes
-    """Let every tensor of PyTorch say that it is on an accelerator; refuse reads by the host."""
+def elsewhere(
+    device: Device = Device(),  # noqa: B008 - it never changes
+    *,
+    capturing: bool = False,
+) -> Iterator[None]:
+    """Let every tensor of PyTorch say that it is on an accelerator, but for those that uniclip
+    makes on the host; refuse all that makes the host wait: reads, and copies from pageable memory.
+
+    ``capturing`` stands for the capture of a CUDA graph, which refuses pinned copies, too: it would
+    read the host's memory at each replay.
+    """
     import torch
 
     move = torch.Tensor.to
-    stay = lambda x, *args, **options: (
-        x if any(isinstance(arg, Device) for arg in args) else move(x, *args, **options)
-    )
-    where = {
-        "device": property(lambda tensor: device),
-        "is_cpu": property(lambda tensor: False),
-        "to": stay,
+    where = torch.Tensor.device.__get__
+
+    def to(tensor: Any, *args: Any, **options: Any) -> Any:
+        places = [arg for arg in (*args, *options.values()) if isinstance(arg, Device)]
+        dtypes = [arg for arg in (*args, *options.values()) if isinstance(arg, torch.dtype)]
+        if not places:
+            return move(tensor, *args, **options)
+        moved = move(tensor, dtypes[0]) if dtypes else tensor
+        if not is_on_host(tensor):
+            return moved
+        pinned = tensor.is_in_pinned_memory and options.get("non_blocking", False)
+        if capturing or not pinned:
+            refuse_wait("Tensor.to copies from the host")
+        there = moved.clone()
+        there.on_host = False
+        return there
+
+    def pin_memory(tensor: Any, *args: Any) -> Any:
+        SENT.append(tuple(tensor.shape))
+        if capturing:
+            refuse_wait("memory is pinned during a capture")
+        return made_on_host(tensor.clone(), pinned=True)
+
+    names = {
+        "device": property(lambda tensor: where(tensor) if is_on_host(tensor) else device),
+        "is_cpu": property(is_on_host),
+        "is_cuda": property(lambda tensor: not is_on_host(tensor)),
+        "to": to,
+        "pin_memory": pin_memory,
     }
-    with patched(torch.Tensor, **where, **dict.fromkeys(READS, refuse)):
+    reads = {name: unless_on_host(name, getattr(torch.Tensor, name, refuse)) for name in READS}
+    makers = {name: maker(getattr(torch, name)) for name in MAKERS}
+    cuda = {
+        "Event": mock.MagicMock,
+        "current_stream": lambda device=None: STREAM,
+        "is_current_stream_capturing": lambda: capturing,
+    }
+    with (
+        patched(torch.Tensor, **names, **reads),
+        patched(torch, **makers),
+        patched(torch.cuda, **cuda),
+    ):
         yield
 
 
 @contextmanager
-def on_torch() -> Iterator[None]:
+def on_torch(*, capturing: bool = False) -> Iterator[None]:
     """Let every tensor say that it is on an accelerator, where the host reads none.
 
     Triton's kernels are left out: there is no accelerator.
     """
     # which notes the attributes of tensors when it is imported, and not those patched here
-    import torch._dynamo  # noqa: F401
+    import torch
+    import torch._dynamo
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
     class NoReads(TorchDispatchMode):
-        """Refuse operations that make the host wait."""
+        """Refuse operations that make the host wait, or combine tensors of two devices."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            return (refuse if func.overloadpacket.__name__ in OPERATIONS else func)(
-                *args, **(kwargs or {})
-            )
+            name = func.overloadpacket.__name__
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            here = [tensor for tensor in given if is_on_host(tensor)]
+            if name in OPERATIONS and len(here) < len(given):
+                refuse()
+            made = func(*args, **(kwargs or {}))
+            if not here:
+                return made
+            if len(here) == len(given):
+                for tensor in tree_leaves(made):
+                    if isinstance(tensor, torch.Tensor):
+                        made_on_host(tensor)
+            else:
+                # A kernel takes a number of the host as an argument.
+                assert all(tensor.ndim == 0 for tensor in here), f"{name} of two devices"
+                assert name not in {"copy_", "_foreach_copy_"}, "the host waits for a copy"
+            return made
 
-    with mock.patch.dict(os.environ, UNICLIP_TRITON="0"), elsewhere(), NoReads():
+    with (
+        mock.patch.dict(os.environ, UNICLIP_TRITON="0"),
+        elsewhere(capturing=capturing),
+        NoReads(),
+    ):
         yield
 
 
@@ -129,8 +263,6 @@ def as_nvidia(capability: tuple[int, int], device: Device) -> Iterator[None]:
     with (
         patched(torch.cuda, get_device_capability=lambda of: capability, Event=mock.MagicMock),
         patched(torch._C, **cuda),
-        patched(torch.Tensor, pin_memory=lambda tensor: tensor),
-        mock.patch("torch.empty", lambda *size, pin_memory=False, **options: torch.zeros(*size)),
         elsewhere(device),
     ):
         yield

@@ -59,6 +59,8 @@ class Measured(NamedTuple):
     ``None`` where this process knows.
     """
     loss: Any = None
+    finite_norms: list[Any] | None = None
+    """The norms with NaN where they are not finite, where the library has made them."""
     entries_finite: Any = None
     """Whether all entries are finite, where that was looked at."""
 
@@ -85,11 +87,20 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
                 step.loss, payload, losses="loss" in needs, presence=presence
             )
         trees = [tree for tree in (tree if step.norm is None else None, params) if tree is not None]
-        norms, joined = norms_of(plan, trees, rule.norm, payload)
+        at_once = _norms_at_once(plan, trees, rule.norm, payload)
+        if at_once is None:
+            norms, joined = norms_of(plan, trees, rule.norm, payload)
+        else:
+            norms, joined = [norms for norms, _ in at_once], payload
+        finite_norms = None
+        if at_once is not None and step.norm is None and not power:
+            finite_norms = at_once[0][1]
         sizes = plan.sizes
         if joined.sizes is not None:
             sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
             plan.sizes = None if math_.compiled or collectives is not None else sizes
+        if sizes is not None:
+            sizes = (math_.constants(sizes[0]), math_.constants(sizes[1]))
         if sizes is not None and power:
             norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
         return Measured(
@@ -100,6 +111,7 @@ def measure(inputs: Inputs, tree: Opened) -> Measured:
             if joined.present is None
             else math_.as_norms([count > 0 for count in joined.present]),
             loss=_find_loss(inputs, joined.losses) if "loss" in needs else None,
+            finite_norms=finite_norms,
             entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
         )
 
@@ -164,6 +176,20 @@ def zero_norms(plan: Plan, tree: Opened) -> list[Any]:
     return [
         plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks
     ]
+
+
+def _norms_at_once(
+    plan: Plan, trees: list[Opened], norm: Norm, payload: Payload
+) -> list[Any] | None:
+    """Return the norms of each tree by block, and the same with NaN where they are not finite, if
+    they are made with their sums. ``None`` if something else is joined, or for other norms.
+    """
+    if plan.collectives is not None or norm.ord != 2 or plan.entries or not trees or any(payload):
+        return None
+    found = plan.math.norms_at_once(trees, [_terms(plan, tree, 2, None) for tree in trees])
+    if found is None:
+        return None
+    return [[plan.join_blocks(norms) for norms in of_tree] for of_tree in found]
 
 
 def norms_of(
@@ -330,7 +356,9 @@ def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
 
 
 def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-    """Return numbers of entries in the dtype of the norms, and what norms are divided by."""
+    """Return numbers of entries in the dtype of the norms, and what norms are divided by: NumPy's
+    arrays, where the sizes are.
+    """
     counts, by = [], []
     for size in sizes:
         xp = np if isinstance(size, np.ndarray) else plan.math.library.xp
@@ -339,4 +367,4 @@ def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], 
         # The norm of no entries is 0, and stays 0.
         divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size)))
         by.append(divisor**power)
-    return plan.math.as_norms(counts), plan.math.as_norms(by)
+    return counts, by

@@ -83,6 +83,22 @@ class NormSpace:
         mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
         return self.library.sums(mode, terms) if terms.arrays else []
 
+    def norms_at_once(self, trees: list[Opened], terms: list[Terms]) -> list[Any] | None:
+        """Return for each tree its norms, and the same with NaN where they are not finite, if the
+        library makes them with their sums.
+        """
+        if not (self.on_device and self.double and self.narrow):
+            return None
+        if not all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees]):
+            return None
+        found = []
+        for of_tree in terms:
+            norms = self.library.norms(of_tree, self.dtypes[0]) if of_tree.arrays else None
+            if norms is None:
+                return None
+            found.append(norms)
+        return found
+
     # There and back.
 
     def read_foreign(self, value: Any) -> Any:
@@ -106,6 +122,19 @@ class NormSpace:
     def as_norms(self, arrays: list[Any]) -> list[Any]:
         """Return arrays where the norms are."""
         return arrays if self.host else list(map(self.to_library, arrays))
+
+    def constants(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays that are the same at every step where the norms are: NumPy's are sent to a
+        device once.
+        """
+        if self.host:
+            return arrays
+        return [
+            self.library.constant(np.asarray(array), self.device)
+            if isinstance(array, NUMPY)
+            else array
+            for array in arrays
+        ]
 
     def view(self, array: Any) -> Any:
         """Return an array of the library or of NumPy where the norms are.
@@ -167,14 +196,41 @@ class NormSpace:
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some flags are true."""
-        each = [self.xp.all(flag) if len(flag.shape) else flag for flag in flags]
+        each = [self._all(flag) for flag in flags]
         if len(each) < 2:
             return each[0] if each else self.xp.asarray(1) == 1
         return self.xp.all(stack_arrays(self.backend, each))
 
-    def finite(self, norms: list[Any], entries_finite: Any) -> Any:
-        """Return whether all norms are finite, and the entries, if these were looked at."""
-        flags = [self.xp.isfinite(n) for n in norms]
+    def each_finite(self, norms: Any, finite_norms: Any) -> Any:
+        """Return whether each norm is finite; see `finite`."""
+        if self.on_device and finite_norms is not norms:
+            return self.xp.equal(finite_norms, finite_norms)  # one kernel
+        return self.xp.isfinite(norms)
+
+    def _all(self, flags: Any) -> Any:
+        """Return whether all flags of an array are true, as a 0-d array."""
+        shape = tuple(flags.shape)
+        if not shape:
+            return flags
+        if self.on_device and shape == (1,):  # the flag of one norm, without a kernel
+            return self.xp.reshape(flags, ())
+        return self.xp.all(flags)
+
+    def at_most_largest(self, values: Any) -> Any:
+        """Return values, the largest number of the norms' dtype where they are beyond."""
+        if self.on_device:
+            return self.xp.clip(values, None, self.largest_norm)  # one kernel
+        return self.xp.where(values > self.largest_norm, self.largest_norm, values)
+
+    def finite(
+        self, norms: list[Any], entries_finite: Any, finite_norms: list[Any] | None = None
+    ) -> Any:
+        """Return whether all norms are finite, and the entries, if these were looked at.
+
+        ``finite_norms`` are NaN on an accelerator where a norm is not finite.
+        """
+        pairs = zip(norms, finite_norms or norms, strict=True)
+        flags = [self.each_finite(*pair) for pair in pairs]
         return self.all(flags if entries_finite is None else [entries_finite, *flags])
 
     def choose(

@@ -204,9 +204,13 @@ def _run_measured(inputs: Inputs, state: Any) -> StepResult:
     if rule.nonfinite == "zero" and plan.math.host:
         tree, measured = _measure_without_nonfinite(inputs, measured)
     norms = measured.norms
-    faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
+    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1. A constant
+    # limit looks at no norm.
+    finite_norms = measured.finite_norms or norms
+    if measured.finite_norms is None and (inputs.constant is None or plan.math.on_device):
+        finite_norms = [n + (n - n) for n in norms]
     if rule.decides:
-        step_finite = plan.math.finite(norms, measured.entries_finite)
+        step_finite = plan.math.finite(norms, measured.entries_finite, finite_norms)
         step_finite = (
             step_finite
             if plan.collectives is None
@@ -214,11 +218,9 @@ def _run_measured(inputs: Inputs, state: Any) -> StepResult:
         )
     if rule.nonfinite == "raise":
         _raise_if_nonfinite(tree, plan, step_finite)
-    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
-    seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    limits, new, thresholds = _compute_limits(inputs, measured, seen, state)
-    rows = zip(norms, limits, faults, strict=True)
-    factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in rows]
+    limits, new, thresholds = _compute_limits(inputs, measured, finite_norms, state)
+    rows = zip(norms, finite_norms, limits, strict=True)
+    factors = [_compute_factors(inputs, *row, step_finite) for row in rows]
     if rule.stateful:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
@@ -407,7 +409,7 @@ def _find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
     """Return for each row of a block whether all its gradients are absent, ``None`` if none is."""
     if present is not None:
         return plan.math.xp.logical_not(present)
-    return plan.math.as_norms([np.asarray(absent)])[0] if absent else None
+    return plan.math.constants([np.asarray(absent)])[0] if absent else None
 
 
 def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Any) -> Any:
@@ -458,9 +460,8 @@ def _check_threshold(plan: Plan, context: Context) -> Any:
     refuse wrong shapes.
     """
     threshold: Any = context.threshold
-    largest = plan.math.largest_norm
     check_shape("threshold", threshold, context.norms)
-    return plan.math.xp.where(threshold > largest, largest, threshold)
+    return plan.math.at_most_largest(threshold)
 
 
 def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
@@ -491,7 +492,7 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
             and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
         )
         if isinstance(value, np.ndarray) or fits:
-            value = xp.where(value > largest, largest, value)
+            value = plan.math.at_most_largest(value)
         else:
             value = xp.clip(value, 0, largest)
     if wrong:
@@ -504,13 +505,16 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
 # What the curve makes of norms and limits.
 
 
-def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: Any) -> Any:
+def _compute_factors(
+    inputs: Inputs, norms: Any, finite_norms: Any, limits: Any, step_finite: Any
+) -> Any:
     """Return the curve's factors: 1 where nothing is limited,
     NaN (or the policy's 0) where either is not finite.
 
-    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0,
-    and NaN where a norm is not finite. A limit equal to the largest number of the norms' dtype
-    limits nothing; a constant number ∞ leaves even NaN alone.
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0.
+    ``finite_norms`` are NaN where a norm is not finite, but may be the norms under a constant
+    limit. A limit equal to the largest number of the norms' dtype limits nothing; a constant number
+    ∞ leaves even NaN alone.
     """
     rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
     xp, backend, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
@@ -519,27 +523,36 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:
         factors = xp.ones_like(norms)
     elif number and limits >= plan.math.largest_norm and not bounded:
-        factors = xp.ones_like(norms) + fault
+        factors = xp.ones_like(norms) + (norms - norms)
     else:
         # A compiler divides by a constant as it multiplies by its reciprocal, which has to be a
         # normal number.
         small = number and 0 < limits <= plan.math.largest_norm / 4
         plain = _divide_by_larger if small else _divide_where_limited
+        smallest = limits
         limits = cast(xp, xp.asarray(limits, dtype=norms.dtype) if number else limits, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = backend.fast_values(plain, _hard)(norms, limits)
-        elif rule.curve is hard and plan.math.on_device and plain is _divide_by_larger:
-            factors = plain(xp, norms, limits)  # in half as many kernels
+        elif plan.math.on_device and small and (rule.curve is hard or bounded):
+            # In half as many kernels as the curve.
+            factors = limits / xp.clip(finite_norms, smallest, None)
+            if bounded:
+                factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
+        elif rule.curve is hard and plan.math.on_device:
+            factors = _divide_where_above(xp, finite_norms, limits)
         else:
-            factors = _ask_curve(rule, plan, norms, limits) + fault
-            if not (number or rule.curve is hard):  # which turns NaN into NaN itself
+            factors = _ask_curve(rule, plan, norms, limits) + (norms - norms)
+            # `hard` propagates NaN. The limits of uniclip are numbers if the norms are.
+            checked = rule.limits_checked and constant is None
+            if not (number or rule.curve is hard or checked):
                 factors = factors + (limits - limits)
     if not rule.zeroes:
         return factors
-    kept = (
-        backend.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
-    )
-    return xp.where(kept, factors, xp.zeros_like(factors))
+    if rule.nonfinite == "skip":
+        kept = backend.to_device_of(norms, step_finite)
+    else:
+        kept = plan.math.each_finite(norms, finite_norms)
+    return xp.where(kept, factors, 0.0)
 
 
 def _hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -561,6 +574,12 @@ def _divide_where_limited(xp: Any, norm: Any, limit: Any) -> Any:
     """
     within = norm <= limit
     return xp.where(within, 1.0, limit) / (xp.where(within, 1.0, norm) + (norm - norm))
+
+
+def _divide_where_above(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the factor of the curve `hard` for norms that are NaN where they are not finite."""
+    within = norm <= limit
+    return xp.where(within, 1.0, limit) / xp.where(within, 1.0, norm)
 
 
 def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
@@ -611,32 +630,35 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
 
 def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
-    rule, plan, xp, skipped = inputs.rule, inputs.plan, inputs.plan.math.xp, None
+    rule, plan, xp = inputs.rule, inputs.plan, inputs.plan.math.xp
+    every_row_counts = plan.collectives is None and not any([b.absent for b in plan.blocks])
+    some = factors and not any([0 in factor.shape for factor in factors])
+    if rejects(rule.curve) and every_row_counts and some:
+        # The policy "skip" rejects all norms of a step that is not finite, too.
+        return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
+
+    skipped = None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(step_finite)
-    if rejects(rule.curve):
-        rows, none = [], []
-        unknown = [None] * len(factors)
-        for factor, block, present in zip(
-            factors, plan.blocks, measured.present or unknown, strict=True
-        ):
-            dropped, absent = (
-                xp.equal(factor, xp.zeros_like(factor)),
-                _find_absent(plan, block.absent, present),
-            )
-            none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
-            if absent is not None:
-                dropped = dropped | xp.reshape(
-                    absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1)
-                )
-            rows.append(dropped)
-        flags = [plan.math.all(rows), plan.math.all(none)]
-        all_gone, none_gone = (
-            flags if plan.collectives is None else plan.collectives.true_in_all_shards(flags)
-        )
-        none_left = all_gone & xp.logical_not(none_gone)
-        skipped = none_left if skipped is None else skipped | none_left
-    return skipped
+    if not rejects(rule.curve):
+        return skipped
+    rows, none = [], []
+    unknown = [None] * len(factors)
+    blocks = zip(factors, plan.blocks, measured.present or unknown, strict=True)
+    for factor, block, present in blocks:
+        dropped = xp.equal(factor, 0.0)
+        none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
+        absent = _find_absent(plan, block.absent, present)
+        if absent is not None:
+            shape = tuple(absent.shape) + (1,) * (len(dropped.shape) - 1)
+            dropped = dropped | xp.reshape(absent, shape)
+        rows.append(dropped)
+    flags = [plan.math.all(rows), plan.math.all(none)]
+    if plan.collectives is not None:
+        flags = plan.collectives.true_in_all_shards(flags)
+    all_gone, none_gone = flags
+    none_left = all_gone & xp.logical_not(none_gone)
+    return none_left if skipped is None else skipped | none_left
 
 
 def _raise_if_nonfinite(tree: Opened, plan: Plan, finite: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import array_api_compat
+import optree
 
 from uniclip.backends.arrays import Standard
 from uniclip.backends.base import Backend
@@ -139,6 +140,26 @@ def outlives(arrays: list[Any]) -> bool:
         if (backend_of(array) or DEFAULT).traced(array) and not getattr(array, "is_meta", False):
             return False
     return True
+
+
+def to_remember(new: Any, old: Any) -> Any:
+    """Return what is remembered of the state after a step, given the one before.
+
+    A CUDA graph that is replayed reads and writes the same memory. So the old arrays get the new
+    values, or each replay would go on from the step that was captured.
+    """
+    arrays: list[Any] = optree.tree_leaves(new)
+    backend = backend_of(arrays[0]) if arrays else None
+    if backend is None or not backend.captured(arrays[0]):
+        return new
+    for array, value in zip(optree.tree_leaves(old), arrays, strict=True):
+        backend.write(array, _second, value)
+    return old
+
+
+def _second(_: Any, value: Any) -> Any:
+    """Return the second argument."""
+    return value
 
 
 def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:

@@ -5,13 +5,14 @@ and hooks with defaults written in it.
 A library that follows the standard needs no file: `uniclip.backends.arrays.Standard` is its
 backend. Another one:
 
-- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where they lie, and who
-  reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`,
-  `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`, `allow_float64`,
-  `debug_infs`;
-- *may* be faster, and change arrays in place: `fast_path`, `sums`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `storage`, `write`; and have shards in several processes: `reducer`,
-  `replicas`, `rank`;
+- *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
+  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
+  `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`,
+  `allow_float64`, `debug_infs`;
+- *may* be faster, and change arrays in place: `fast_path`, `sums`, `norms`, `pieces`, `scale`,
+  `multiply`, `bound`, `unstack`, `storage`, `write`; keep constants on a device, and make numbers
+  there: `constant`, `arange`; run again what was `captured`; and have shards in several processes:
+  `reducer`, `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -440,6 +441,13 @@ class Backend:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
 
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        """Return a small NumPy array that is the same at every step as an array of this library.
+
+        It must not be written. It may be kept on the device, so that it is sent once.
+        """
+        return self.from_host(array, device)
+
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
@@ -447,6 +455,14 @@ class Backend:
     def to_device_of(self, other: Array, array: Array) -> Array:
         """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
         return array
+
+    def captured(self, array: Array) -> bool:
+        """Return whether a step on the array is being recorded to run again on the same memory."""
+        return False
+
+    def arange(self, count: int, dtype: Any, like: Array) -> Array:
+        """Return the numbers from 0 to below ``count`` on the device of ``like``."""
+        return self.to_device_of(like, self.xp.arange(count, dtype=dtype))
 
     def detach(self, array: Array) -> Array:
         """Return an array to keep, detached from its computation,
@@ -491,6 +507,15 @@ class Backend:
         only if all are.
         """
         return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
+
+    def norms(self, terms: Terms, dtype: Any) -> tuple[list[Array], list[Array]] | None:
+        """Return the Euclidean norms of each block in a dtype, and the same with NaN where they are
+        not finite.
+
+        It is asked in the mode `LIBRARY` where squares cannot leave the range of their sums.
+        ``None`` where `sums` and operations on what they return are as fast.
+        """
+        return None
 
     def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
         """Split a large array, which avoids a wide copy of all of it.

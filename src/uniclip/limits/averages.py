@@ -16,7 +16,6 @@ from uniclip.limits.base import (
     Context,
     StatefulLimit,
     align,
-    at_most,
     squarable,
     unit_of,
     unlimited,
@@ -94,42 +93,45 @@ class Ema(StatefulLimit):
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the averages, then update them with the clipped norms."""
         xp, averages = context.xp, state.averages
-        warm, unknown = state.norm_count < self.warmup, averages < 0
-        free, limits = unknown, self.ratio * averages
+        known = averages >= 0
+        limited, limits, settled = known, self.ratio * averages, known
         if self.warmup:
-            within, together = self._norm_of_all(norms, context)
-            free, limits = xp.where(warm, within, unknown), xp.where(warm, together, limits)
-        limits = xp.where(free, unlimited(xp, norms), limits)
-        left, first = xp.minimum(norms, limits), warm | unknown
-        least = xp.where(unknown, left, xp.minimum(left, averages))
-        moved = xp.where(first, least, self.decay * averages + (1 - self.decay) * left)
-        return limits, Averages(
-            xp.where(first & (norms <= 0), averages, moved), state.norm_count + 1
-        )
+            cold = state.norm_count >= self.warmup
+            beyond, together = self._limits_together(norms, context)
+            limited, limits = xp.where(cold, known, beyond), xp.where(cold, limits, together)
+            settled = known & cold
+        limits = xp.where(limited, limits, unlimited(xp, norms))
 
-    def _norm_of_all(self, norms: Array, context: Context) -> tuple[Array, Array]:
-        """Return whether the joint norm is within ``warmup_norm``,
-        and the limits that scale all norms to it.
+        left = xp.minimum(norms, limits)
+        first = left
+        if self.warmup:
+            first = xp.minimum(left, xp.where(known, averages, unlimited(xp, norms)))
+        first = xp.where(norms > 0, first, averages)
+        moved = left
+        if self.decay:
+            moved = self.decay * averages + (1 - self.decay) * left
+        return limits, Averages(xp.where(settled, moved, first), state.norm_count + 1)
+
+    def _limits_together(self, norms: Array, context: Context) -> tuple[Array, Array]:
+        """Return whether the joint norm is beyond ``warmup_norm``, and the limits that scale all
+        norms to it.
         """
-        xp, unit, most = (
-            context.xp,
-            unit_of(context.xp, context.largest(lambda block: block.norms)),
-            self.warmup_norm,
-        )
-        dtype = unit.dtype  # the joint norm may overflow the dtype of these norms
+        xp, most = context.xp, self.warmup_norm
+        largest = context.largest(lambda block: block.norms)
+        if most == 0:
+            return context.asarray(largest, norms.dtype) > 0, 0 * norms
+
+        # The joint norm, root * unit, may overflow the dtype of these norms, and even its own.
+        unit = unit_of(xp, largest)
+        dtype = unit.dtype
         total = context.total(
-            lambda block: (cast(xp, block.norms, dtype) / block.asarray(unit, dtype)) ** 2
+            lambda block: _square(cast(xp, block.norms, dtype) / block.asarray(unit, dtype))
         )
-        # The joint norm is root * unit; neither overflows or underflows.
-        # A root has no derivative at 0.
-        total = xp.where(total <= 0, 1.0, xp.clip(total, 0.0, unlimited(xp, unit)))
-        root = context.asarray(xp.sqrt(total), dtype)
-        unit, wide = context.asarray(unit, dtype), cast(xp, norms, dtype)
-        within = xp.logical_not(unit * root > most)  # true for NaN: other leaves are not limited
-        # own * most / joint in two parts, since the joint norm and own * most may overflow.
-        high = xp.where(within, unit, xp.clip(wide, most, unlimited(xp, unit))) / unit
-        low = xp.clip(wide, 0.0, most) / xp.where(within, 1.0, root)
-        return within, cast(xp, high * low, norms.dtype)
+        root = L2.root(xp, total)
+        times = context.asarray(root * (unit / most), dtype)
+        beyond = times > 1  # not where a norm is NaN: others are not limited then
+        together = cast(xp, norms, dtype) / xp.where(beyond, times, 1.0)
+        return beyond, cast(xp, together, norms.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +180,7 @@ class SecondMoment(StatefulLimit):
         xp, v = context.xp, state.averages
         free = (align(xp, state.norm_count, norms) < self.warmup) | (v <= 0)
         limits = xp.where(free, unlimited(xp, norms), L2.root(xp, self.factor * v))
-        left = squarable(xp, at_most(xp, norms, limits))
+        left = squarable(xp, xp.minimum(norms, limits))
         return limits, Averages(
             self.decay * v + (1 - self.decay) * left * left, state.norm_count + 1
         )
@@ -233,3 +235,8 @@ class MeanOverRms(StatefulLimit):
         m = means / (1 - self.mean_decay**steps)
         v = squares / (1 - self.square_decay**steps)
         return m / (L2.root(xp, v) + self.eps), MeansAndSquares(means, squares, count)
+
+
+def _square(x: Array) -> Array:
+    """Return the square, by a product: a power takes longer."""
+    return x * x

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
+
 from uniclip._errors import Printed
 from uniclip._types import Number
 
@@ -203,6 +205,23 @@ class Context:
         """
         array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
         return self._backend.to_device_of(self.norms, array)
+
+    def constant(self, values: Any) -> Array:
+        """Return numbers that are the same at every step as a vector in the dtype of the norms, on
+        their device; it must not be written.
+        """
+        norms, backend = self.norms, self._backend
+        array = np.asarray(values, np.float32 if norms.dtype == self.xp.float32 else np.float64)
+        if isinstance(norms, np.ndarray):
+            return array
+        return backend.to_device_of(norms, backend.constant(array, backend.device(norms)))
+
+    def arange(self, count: int, dtype: Any = None) -> Array:
+        """Return the numbers from 0 to below ``count`` as a vector on the device of the norms,
+        in their dtype unless ``dtype`` is given.
+        """
+        dtype = self.norms.dtype if dtype is None else dtype
+        return self._backend.arange(count, dtype, self.norms)
 
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""

@@ -330,7 +330,7 @@ class PerGroup(Printed, Limit):
         )
         # where a number that changes must not become part of an array
         if constant and not compiling():
-            values = context.asarray([float(min(limit.value, top)) for limit in limits])
+            values = context.constant([float(min(limit.value, top)) for limit in limits])
             return align(context.xp, values, norms), state
         states = state if self.stateful else [NoState()] * len(limits)
         rows = self._rows(limits, context)

@@ -15,6 +15,12 @@ import numpy as np
 from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
 from uniclip.limits.base import Array, Context, StatefulLimit, align, push, zero_counts, zeros
 
+_SAME_RANK = 1e-6
+"""How far, relatively, a position may be from a rank that it is meant to be.
+
+To interpolate by a rounding error would mix in the next value, which may be huge.
+"""
+
 
 class History(NamedTuple):
     """The last norms, newest first along axis 1, -1 where there is none yet;
@@ -80,16 +86,18 @@ class Percentile(StatefulLimit):
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
         """Add the norms to the windows, and compute the percentiles."""
         xp, history = context.xp, push(context.xp, state.norms, norms)
-        count = xp.where(state.norm_count < self.window, state.norm_count + 1, self.window)
         if self.filled:
             begins = align(xp, state.norm_count, history) < 1
-            history, count = (
-                xp.where(begins, xp.expand_dims(norms, axis=1), history),
-                0 * count + self.window,
-            )
+            history = xp.where(begins, xp.expand_dims(norms, axis=1), history)
+            count = xp.full_like(state.norm_count, self.window)
+            return _percentile_of(xp, self.percentile, history), History(history, count)
+        count = xp.clip(state.norm_count + 1, 0, self.window)
+        if not isinstance(history, np.ndarray):
+            known = xp.astype(count, norms.dtype)
+            position = _position(xp, self.percentile, known)
+            return _interpolate(context, history, known, position), History(history, count)
         low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
-        select = _select_on_host if isinstance(history, np.ndarray) else _select
-        lower, upper = select(context, history, count, low, high)
+        lower, upper = _select_on_host(history, count, low, high)
         return lower + align(xp, share, lower) * (upper - lower), History(history, count)
 
 
@@ -138,7 +146,7 @@ class PercentileOfAll(StatefulLimit):
     def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
         """Count the norms, and compute the percentiles."""
         xp, count, (first, bins) = context.xp, state.norm_count + 1, self._range(context.xp, norms)
-        numbers = align(xp, context.asarray(xp.reshape(xp.arange(bins), (1, bins))), state.below)
+        numbers = align(xp, xp.reshape(context.arange(bins), (1, bins)), state.below)
         positive = norms > 0
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
         within_bin = xp.expand_dims(log, axis=1) <= first + self.step * numbers
@@ -249,36 +257,56 @@ def _over_kept(xp: Any, values: Array) -> Array:
     return xp.sum(values, axis=kept) if kept else values
 
 
+def _position(xp: Any, q: float, count: Array) -> Array:
+    """Return where a percentile of ``count`` values lies among their ranks, which begin with 0."""
+    position = (count - 1) * (q / 100)
+    nearest = xp.round(position)
+    same = xp.abs(position - nearest) <= _SAME_RANK * (1 + position)
+    return xp.where(same, nearest, position)
+
+
 def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, Array]:
     """Return the two ranks between which a percentile of ``count`` values lies,
     and its position between them.
     """
-    position = xp.astype(count - 1, dtype) * (q / 100)
-    nearest = xp.round(position)  # or rounding would mix in the next value, which may be huge
-    position = xp.where(xp.abs(position - nearest) <= 1e-6 * (1 + position), nearest, position)
+    position = _position(xp, q, xp.astype(count, dtype))
     floor = xp.floor(position)
     low = xp.astype(floor, xp.int32)
-    return low, xp.where(low + 1 < count, low + 1, low), position - floor
+    return low, xp.minimum(low + 1, count - 1), position - floor
 
 
-def _select(
-    context: Context, history: Array, count: Array, low: Array, high: Array
-) -> tuple[Array, Array]:
-    """Return the norms of each row at two ranks."""
+def _percentile_of(xp: Any, q: float, history: Array) -> Array:
+    """Return the percentile of each row, all of whose entries count."""
+    position = (history.shape[1] - 1) * (q / 100)
+    nearest = round(position)
+    if abs(position - nearest) <= _SAME_RANK * (1 + position):
+        position = nearest
+    low = math.floor(position)
+    in_order = xp.sort(history, axis=1)
+    lower = in_order[:, low, ...]
+    upper = in_order[:, min(low + 1, history.shape[1] - 1), ...]
+    return lower + (position - low) * (upper - lower)
+
+
+def _interpolate(context: Context, history: Array, known: Array, position: Array) -> Array:
+    """Return the norm of each row at a position between two ranks, given how many are known.
+
+    Each norm has a weight: 1 less the distance of its rank from the position, if that is above 0.
+    That is linear interpolation in half as many operations as to look for the two ranks.
+    """
     xp, window = context.xp, history.shape[1]
-    in_order, none_yet = xp.sort(history, axis=1), window - count  # missing entries come first
-    numbers = context.asarray(xp.reshape(xp.arange(window), (1, window)), xp.int32)
+    dtype = history.dtype
+    in_order = xp.sort(history, axis=1)
 
-    def at(rank: Array) -> Array:
-        chosen = align(xp, xp.equal(numbers, xp.reshape(none_yet + rank, (-1, 1))), in_order)
-        return xp.sum(xp.where(chosen, in_order, 0.0), axis=1)
+    # Missing entries come first, and have negative ranks.
+    numbers = xp.reshape(context.arange(window, dtype) - window, (1, window))
+    ranks = numbers + xp.reshape(known, (-1, 1))
+    distance = xp.abs(ranks - xp.reshape(position, (-1, 1)))
+    weights = align(xp, xp.clip(1 - distance, 0.0, None), in_order)
+    return xp.sum(xp.where(weights > 0, weights * in_order, 0.0), axis=1)
 
-    return at(low), at(high)
 
-
-def _select_on_host(
-    _: Context, history: Array, count: Array, low: Array, high: Array
-) -> tuple[Array, Array]:
+def _select_on_host(history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Return the norms of each row at two neighboring ranks, computed by NumPy."""
     most = count.max(initial=1)
     kept = history[:, :most]

@@ -24,15 +24,12 @@ from uniclip.limits.base import (
     Context,
     StatefulLimit,
     align,
-    at_most,
     push,
     squarable,
-    unit_of,
     unlimited,
     zero_counts,
     zeros,
 )
-from uniclip.norms import L2
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
@@ -123,29 +120,42 @@ class ZScore(StatefulLimit):
 
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Compare with mean and deviation, then update them with the clipped norms."""
+        # On an accelerator each operation is a kernel, so nothing is computed twice.
         xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
-        count, std, excess = count + 1, xp.sqrt(variance), n - mean
-        steps, far = align(xp, count, n), self.z * (std + self.eps)
+        count = count + 1
+        steps = xp.astype(align(xp, count, n), n.dtype)
         known = steps > self.warmup
-        context.threshold = xp.where(known, mean + far, unlimited(xp, n))
-        spike = known & (excess > far)
-        target = self._target(mean, std, far / xp.where(spike, excess, 1.0))
-        weight = xp.where(known, 1 - self.decay, 1 / xp.astype(steps, n.dtype))
-        change, left = xp.where(spike, at_most(xp, target, n), n) - mean, 1 - weight
-        # The published rule uses the deviation from the new mean; in the warm-up this is the plain
-        # variance.
-        square = weight * change**2 * xp.where(known, left, 1.0)
-        means, variances = mean + weight * change, left * (variance + square)
+
+        spread = self.z * xp.sqrt(variance)
+        bound = spread + self.z * self.eps
+        threshold = xp.where(known, mean + bound, unlimited(xp, n))
+        context.threshold = threshold
+        spike = n > threshold
+        excess = n - mean
+        # Elsewhere the excess may be 0 or less.
+        share = bound / xp.where(spike, excess, 1.0) if self.target == "reciprocal" else 1.0
+        target, rise = self._target(xp, mean, spread * share, excess)
+        limits = xp.where(spike, target, unlimited(xp, n))
+
+        change = xp.where(spike, rise, excess)
+        weight = xp.where(known, 1 - self.decay, 1 / steps)
+        move = weight * change
+        # The published rule uses the deviation from the new mean, `change - move`. In the warm-up
+        # this is the plain variance.
+        square = move * xp.where(known, change - move, change)
+        means, variances = mean + move, (1 - weight) * (variance + square)
         if self.skip_update_on_spike:
             means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
-        return xp.where(spike, target, unlimited(xp, n)), Moments(means, variances, count)
+        return limits, Moments(means, variances, count)
 
-    def _target(self, mean: Array, std: Array, share: Array) -> Array:
-        """Return the target of spikes; ``share`` is (bound - mean) / (norm - mean)."""
+    def _target(self, xp: Any, mean: Array, rise: Array, excess: Array) -> tuple[Array, Array]:
+        """Return the target of spikes, and how far above the mean the clipped norm is."""
         if self.target == "mean":
-            return mean
-        high = self.z * std * share if self.target == "reciprocal" else self.z * std
-        return self.clip_factor * (mean + high)
+            return mean, 0.0
+        if self.clip_factor == 1:
+            return mean + rise, rise
+        target = self.clip_factor * (mean + rise)
+        return target, xp.minimum(target - mean, excess)
 
 
 @dataclass(frozen=True, repr=False)
@@ -194,16 +204,20 @@ class LogZScore(StatefulLimit):
         xp, (mean, variance, count) = context.xp, state
         positive = norms > 0
         log = xp.log(xp.where(positive, norms, 1.0))
+        counted = count + xp.astype(positive, count.dtype)
+
+        # A norm of 0 has the weight 0, and changes nothing.
         equal = 1 / xp.astype(count + 1, norms.dtype)
-        weight = xp.where(equal > 1 - self.decay, equal, 1 - self.decay)
-        weight = xp.where(positive, weight, 0.0)
-        change = xp.where(positive, log - mean, 0.0)
-        mean, variance = mean + weight * change, (1 - weight) * (variance + weight * change**2)
-        std = xp.sqrt(xp.where(variance > self.eps, variance, self.eps))
-        spike = positive & (log - mean > self.z * std)
-        context.threshold = _above(xp, mean + self.z * std, norms)
+        weight = xp.where(positive, xp.clip(equal, 1 - self.decay, None), 0.0)
+        change = log - mean
+        move = weight * change
+        mean, variance = mean + move, (1 - weight) * (variance + move * change)
+
+        far = self.z * xp.sqrt(xp.clip(variance, self.eps, None))
+        spike = positive & (log - mean > far)
+        context.threshold = _above(xp, mean + far, norms)
         limits = xp.where(spike, xp.exp(mean), unlimited(xp, norms))
-        return limits, Moments(mean, variance, xp.where(positive, count + 1, count))
+        return limits, Moments(mean, variance, counted)
 
 
 @dataclass(frozen=True, repr=False)
@@ -258,32 +272,53 @@ class RollingZScore(StatefulLimit):
     ) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then add to them."""
         xp, losses, loss = context.xp, state.losses, context.loss
-        thresholds = limits = self._threshold(xp, state.norms, state.norms >= 0)
+        known = state.norms >= 0
+        if loss is None:
+            context.threshold = self._threshold(xp, state.norms, known)
+            return context.threshold, NormsAndLosses(push(xp, state.norms, norms), losses)
+
+        loss = xp.reshape(loss, (1,))
+        top = unlimited(xp, loss)
+        known_losses = losses < top
+        if len(norms.shape) == 1 and norms.dtype == losses.dtype:
+            # One row more: on an accelerator that starts half as many kernels.
+            rows = self._threshold(
+                xp,
+                xp.concat([state.norms, losses], axis=0),
+                xp.concat([known, known_losses], axis=0),
+            )
+            thresholds, bound = rows[:-1], rows[-1:]
+        else:
+            thresholds = self._threshold(xp, state.norms, known)
+            bound = self._threshold(xp, losses, known_losses)
         context.threshold = thresholds
-        if loss is not None:
-            loss = xp.reshape(loss, (1,))
-            top = unlimited(xp, loss)
-            bound = self._threshold(xp, losses, losses < top)
-            calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, during the warm-up
-            limits = xp.where(calm, limits, 0.0)
-            losses = xp.where(xp.isfinite(loss), push(xp, losses, loss), losses)
+
+        calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, during the warm-up
+        limits = xp.where(calm, thresholds, 0.0)
+        losses = xp.where(xp.isfinite(loss), push(xp, losses, loss), losses)
         return limits, NormsAndLosses(push(xp, state.norms, norms), losses)
 
     def _threshold(self, xp: Any, history: Array, known: Array) -> Array:
+        """Return for each row the mean plus ``z`` deviations of the entries that are known."""
         count = xp.sum(xp.astype(known, history.dtype), axis=1, keepdims=True)
         enough = count >= self.warmup
-        count = xp.where(enough, count, 2.0)
+        count = xp.clip(count, 2.0, None)
+
+        # In units of the largest one, so that squares stay in range. No derivative is taken here.
         values = xp.where(known, history, 0.0)
-        unit = unit_of(xp, xp.max(xp.abs(values), axis=1, keepdims=True))  # keeps squares in range
+        numbers = xp.finfo(history.dtype)
+        largest = xp.max(xp.abs(values), axis=1, keepdims=True)
+        unit = xp.clip(largest, float(numbers.smallest_normal), float(numbers.max) / 4)
         values = values / unit
-        mean = xp.sum(values, axis=1, keepdims=True) / count
+        total = xp.sum(values, axis=1, keepdims=True)
+        mean = total / count
         change = xp.where(known, values - mean, 0.0)
-        std = L2.root(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
-        # or equal norms would be spikes
-        rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)
-        return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[
-            :, 0, ...
-        ]
+        variance = xp.sum(change * change, axis=1, keepdims=True) / (count - 1)
+
+        # What the mean may be off by rounding, or equal norms would be spikes.
+        rounding = float(numbers.eps) * xp.abs(total)
+        above = mean + self.z * xp.sqrt(variance) + rounding
+        return xp.where(enough, unit * above, unlimited(xp, mean))[:, 0, ...]
 
 
 def _above(xp: Any, log: Array, norms: Array) -> Array:

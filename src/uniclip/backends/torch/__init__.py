@@ -40,6 +40,7 @@ from uniclip.backends.base import (
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
 from uniclip.backends.torch import dtensor
+from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
     are_apart,
@@ -85,6 +86,8 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     if isinstance(value, float) and dtype in _NARROW and abs(value) > _NARROW[dtype]:
         # ∞, as elsewhere, instead of an error
         return torch.full((), value, dtype=torch.float64).to(dtype)
+    if isinstance(value, float) and dtype in REAL and not torch.compiler.is_compiling():
+        return torch.scalar_tensor(value, dtype=dtype)
     if isinstance(value, (bool, int, float, torch.SymInt)):
         # torch.export cannot save constants inside torch.cond
         return torch.full((), value, dtype=dtype)
@@ -108,9 +111,8 @@ def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
         return x
     # One operation where bounds are numbers; array-api-compat, which also takes arrays, does more.
     numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
-    return (
-        torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)
-    )
+    whole = not x.is_floating_point() and any([isinstance(bound, float) for bound in (min, max)])
+    return torch.clamp(x, min, max) if numbers and not whole else compat.clip(x, min, max)
 
 
 namespace = SimpleNamespace(
@@ -477,10 +479,26 @@ class _Torch(dtensor.Distributed):
     def device(self, array: Array) -> Any:
         return _CPU if array is None else array.device
 
+    def captured(self, array: Array) -> bool:
+        if array.is_cpu or array.device.type != "cuda":
+            return False
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def arange(self, count: int, dtype: Any, like: Array) -> Array:
+        if tracing() or is_dtensor(like):
+            return super().arange(count, dtype, like)
+        # Made there: an array that is sent cannot be a part of a CUDA graph.
+        return torch.arange(count, dtype=dtype, device=like.device)
+
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         # A copy, as some arrays cannot be written.
         here = torch.as_tensor(np.array(array), device=_CPU)
         return here if device == _CPU else move(here, device)
+
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        if device == _CPU:
+            return self.from_host(array, device)
+        return constant(array, device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         # A CUDA graph overwrites the outputs of its last run.
@@ -515,6 +533,16 @@ class _Torch(dtensor.Distributed):
         if terms.axes and all(terms.axes) and self.array_facts(arrays).double:
             return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
         return super().sums(mode, terms)
+
+    def norms(self, terms: Terms, dtype: Any) -> tuple[list[Array], list[Array]] | None:
+        first = terms.arrays[0]
+        if dtype is not torch.float32 or terms.units is not None or terms.p != 2:
+            return None
+        kernels = kernels_on(first.device)
+        found: tuple[list[Array], list[Array]] | None = None
+        if kernels is not None:
+            found = kernels.norms(terms)
+        return found
 
     def scale(self, products: Products) -> list[Array]:
         first = products.arrays[0]

@@ -39,7 +39,7 @@ and rows are read at memory speed.
 """
 _SHORT = 2**13
 """The number of entries up to which a copy takes no longer than norms of rows."""
-_ACCELERATORS = {"cuda", "xpu"}
+ACCELERATORS = {"cuda", "xpu"}
 """The kinds of devices with float64 whose memory has addresses."""
 _FEW = 256
 """How many numbers a CUDA graph gets from the host, each by a kernel of its own."""
@@ -87,7 +87,7 @@ def _fast_path_on_device(
     in float64 no square is out of range.
     """
     device = arrays[0].device
-    if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
+    if device.type not in ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
         return None
     if not all([array.dtype in _SINGLE and array.device == device for array in arrays]):
         return None
@@ -245,7 +245,7 @@ def move(array: Tensor, device: Any) -> Tensor:
     if array.device == device:
         return array
     if (
-        device.type not in _ACCELERATORS
+        device.type not in ACCELERATORS
         or type(array) is not Tensor
         or not array.is_cpu
         or array.requires_grad

@@ -17,8 +17,8 @@ Read it in this order:
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
    that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
    PyTorch's own functions.
-4. **What the backend calls**: `clip`, `sums`, `scale` and `bound`. Each returns ``None`` for
-   tensors that it does not take, before anything is written.
+4. **What the backend calls**: `clip`, `sums`, `norms`, `scale` and `bound`. Each returns ``None``
+   for tensors that it does not take, before anything is written.
 
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
@@ -59,6 +59,7 @@ SUM_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
 SCALE_PARAMETERS = {"CHUNK": CHUNK, "BLOCK": 4096, "num_warps": 16}
 ROWS_PARAMETERS = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
 JOIN_PARAMETERS = {"BLOCK": 1024, "num_warps": 4}
+ROOT_PARAMETERS = {"BLOCK": 1024, "num_warps": 4}
 NORM_PARAMETERS = {"BLOCK": 8192, "num_warps": 16}
 
 _SHORT_ROW = 2**13
@@ -192,6 +193,33 @@ def join_sums(norms, partial_sums, sums, BLOCK: tl.constexpr):
     row = _row_of_program(norms, COLUMNS_OF_NORMS)
     total = _add_up(partial_sums, tl.load(row + FROM), tl.load(row + UNTIL), BLOCK)
     tl.store(sums + tl.load(row + RESULT), total)
+
+
+@triton.jit
+def _root_of(total):
+    norm = tl.sqrt(total).to(tl.float32)
+    return norm, norm + (norm - norm)  # NaN where the norm is ∞, too
+
+
+@triton.jit(do_not_specialize=["norms", "partial_sums", "roots", "count"])
+def join_norms(norms, partial_sums, roots, count, BLOCK: tl.constexpr):
+    """Add up the partial sums of each norm, and store the roots; see `find_norms`."""
+    row = _row_of_program(norms, COLUMNS_OF_NORMS)
+    total = _add_up(partial_sums, tl.load(row + FROM), tl.load(row + UNTIL), BLOCK)
+    norm, finite_norm = _root_of(total)
+    at = tl.load(row + RESULT)
+    tl.store(roots + at, norm)
+    tl.store(roots + count + at, finite_norm)
+
+
+@triton.jit(do_not_specialize=["sums", "roots", "count"])
+def find_norms(sums, roots, count, BLOCK: tl.constexpr):
+    """Store the roots of sums, and behind them the same with NaN where they are not finite."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(sums + at, mask=at < count, other=0.0)
+    norm, finite_norm = _root_of(total)
+    tl.store(roots + at, norm, mask=at < count)
+    tl.store(roots + count + at, finite_norm, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["partial_sums", "count", "limit", "factor_and_norm"])
@@ -798,36 +826,87 @@ def sums(backend: Any, terms: Terms) -> list[Any] | None:
     return None if out is None else _rows_in_blocks(backend, terms, heights, out)
 
 
-def _run_sums(batch: Batch, rows: Rows, count: int) -> Any:
-    """Return sums of squares, given how many norms there are; ``None`` if not all is ready."""
+def norms(terms: Terms) -> tuple[list[Any], list[Any]] | None:
+    """Return the float32 norms of each block, and the same with NaN where they are not finite.
+
+    ``None`` where `sums` returns that, or where leaves share norms along axes.
+    """
+    batch = _batch_of(terms.arrays)
+    shape = None if batch is None else _as_rows(terms.arrays, terms.axes)
+    if batch is None or shape is None or terms.weigh is not None:
+        return None
+
+    heights, widths = shape
+    if heights is None:
+        norm_of_leaf = [norm for norm, count in enumerate(terms.counts) for _ in range(count)]
+        rows, count = Rows(widths, None, tuple(norm_of_leaf)), len(terms.counts)
+    elif len(terms.counts) == len(terms.arrays):
+        ends = list(accumulate(heights, initial=0))
+        rows, count = Rows(widths, heights, tuple(ends[:-1])), ends[-1]
+    else:
+        return None
+    out = _run_sums(batch, rows, count, roots=True)
+    if out is None:
+        return None
+    found = [out[:count], out[count:]]
+    if heights is None:
+        plain, finite = [_in_blocks(terms, values) for values in found]
+    else:
+        plain, finite = [_one_leaf_each(terms, heights, values) for values in found]
+    return plain, finite
+
+
+def _run_sums(batch: Batch, rows: Rows, count: int, *, roots: bool = False) -> Any:
+    """Return sums of squares, given how many norms there are; ``None`` if not all is ready.
+
+    With ``roots`` return the norms, and behind them the same with NaN where they are not finite.
+    """
     with _current_device(batch.device):
         work = _work_of(batch, rows)
         addresses = None if work is None else _send_addresses(batch, ())
         if work is None or addresses is None:
             return None
 
-        out = batch.new(count, torch.float64)
-        launches = []
-        if work.norm_count:
-            partial_sums = out if work.one_chunk_each else batch.new(work.sum_count, torch.float64)
-            launches += _sum_launches(work, addresses, partial_sums)
-            if not work.one_chunk_each:
-                arguments = (work.norms, partial_sums, out)
-                launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
-        launches += [
-            Launch(
-                sum_rows,
-                part.programs,
-                (part.table, addresses, out),
-                {"DTYPE": DTYPES[part.dtype], **ROWS_PARAMETERS},
-            )
-            for part in work.tiles
-        ]
+        out = batch.new(2 * count, torch.float32) if roots else batch.new(count, torch.float64)
+        if roots and not work.tiles:
+            partial_sums = batch.new(work.sum_count, torch.float64)
+            launches = _sum_launches(work, addresses, partial_sums)
+            arguments: tuple[Any, ...] = (work.norms, partial_sums, out, count)
+            launches.append(Launch(join_norms, work.norm_count, arguments, JOIN_PARAMETERS))
+        elif roots:
+            sums_of_rows = batch.new(count, torch.float64)
+            launches = _all_sum_launches(batch, work, addresses, sums_of_rows)
+            programs = triton.cdiv(count, ROOT_PARAMETERS["BLOCK"])
+            arguments = (sums_of_rows, out, count)
+            launches.append(Launch(find_norms, programs, arguments, ROOT_PARAMETERS))
+        else:
+            launches = _all_sum_launches(batch, work, addresses, out)
         if not _compile(batch, launches):
             return None
         for launch in launches:
             launch.start()
         return out
+
+
+def _all_sum_launches(batch: Batch, work: Work, addresses: Any, out: Any) -> list[Launch]:
+    """Return the launches that put the sums of squares of all norms into a vector."""
+    launches = []
+    if work.norm_count:
+        partial_sums = out if work.one_chunk_each else batch.new(work.sum_count, torch.float64)
+        launches += _sum_launches(work, addresses, partial_sums)
+        if not work.one_chunk_each:
+            arguments = (work.norms, partial_sums, out)
+            launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
+    launches += [
+        Launch(
+            sum_rows,
+            part.programs,
+            (part.table, addresses, out),
+            {"DTYPE": DTYPES[part.dtype], **ROWS_PARAMETERS},
+        )
+        for part in work.tiles
+    ]
+    return launches
 
 
 def _in_blocks(terms: Terms, out: Any) -> list[Any]:
@@ -847,7 +926,16 @@ def _rows_in_blocks(
         rows = zip(out.split(list(lengths)), kept, strict=True)
         return stack_terms(backend, [of_leaf.view(shape) for of_leaf, shape in rows], terms)
 
-    # One leaf for each norm, and norms of one shape in each block.
+    return _one_leaf_each(terms, lengths, out)
+
+
+def _one_leaf_each(terms: Terms, lengths: Sequence[int], out: Any) -> list[Any]:
+    """Return the rows of each block, given those of each leaf: one leaf for each norm, and norms of
+    one shape in each block.
+    """
+    arrays = terms.arrays
+    axes = terms.axes or [None] * len(arrays)
+    kept = [_kept_shape(array, along) for array, along in zip(arrays, axes, strict=True)]
     blocks = in_groups(range(len(arrays)), terms.blocks)
     of_blocks = out.split([sum([lengths[leaf] for leaf in block]) for block in blocks])
     return [
