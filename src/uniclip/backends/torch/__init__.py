@@ -52,11 +52,11 @@ from uniclip.backends.torch.fast_path import (
 )
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import (
-    at_home,
+    default_device_of,
     in_forward_mode,
     in_transform,
     is_recorded,
-    one_for_all,
+    same_for_all_examples,
     tracing,
     valueless,
 )
@@ -408,7 +408,7 @@ def _why_fixed(leaf: Any) -> str | None:
         return None
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
         return "a tensor made in inference mode can be changed only there"
-    if in_transform() and one_for_all(leaf):
+    if in_transform() and same_for_all_examples(leaf):
         return "torch.func.vmap maps over many examples, and it is one for all of them"
     return None
 
@@ -738,7 +738,7 @@ class _Torch(dtensor.Distributed):
         return array.detach()
 
     def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        home = at_home(first)
+        home = default_device_of(first)
         if torch.compiler.is_compiling():
             return home or nullcontext()
         return (
