@@ -43,10 +43,10 @@ from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
-    are_apart,
+    are_separate_blocks,
     bound,
     fast_path,
-    in_order,
+    in_memory_order,
     move,
     norm_of,
 )
@@ -174,7 +174,7 @@ def _alike(arrays: Sequence[torch.Tensor]) -> list[list[int]]:
     """
     numbers: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):
-        dense = array.is_contiguous() or in_order(array).is_contiguous()
+        dense = array.is_contiguous() or in_memory_order(array).is_contiguous()
         numbers.setdefault((array.device, array.dtype, dense), []).append(number)
     return list(numbers.values())
 
@@ -645,7 +645,7 @@ class _Torch(dtensor.Distributed):
             return None
         if axes is not None:
             return (array[rows] for rows in row_slices(array.shape))
-        ordered = in_order(array)
+        ordered = in_memory_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return (flat[rows] for rows in row_slices(flat.shape))
 
@@ -698,7 +698,7 @@ class _Torch(dtensor.Distributed):
         )
         return (
             None
-            if plain and not tracing() and are_apart(local)
+            if plain and not tracing() and are_separate_blocks(local)
             else [(_view(x), _why_fixed(x)) for x in leaves]
         )
 

@@ -42,7 +42,7 @@ from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
 from uniclip.backends.base import Products, Terms, in_groups, stack_terms
-from uniclip.backends.torch.fast_path import in_order
+from uniclip.backends.torch.fast_path import in_memory_order
 from uniclip.backends.torch.kernels import give_up
 
 DTYPES = {
@@ -476,7 +476,7 @@ def _batch_of(arrays: Sequence[Any], *, checked: bool = False) -> Batch | None:
             return None
         if array.device != device or array.is_neg():
             return None
-        if not (array.is_contiguous() or in_order(array).is_contiguous()):
+        if not (array.is_contiguous() or in_memory_order(array).is_contiguous()):
             return None
     # A dispatch mode wants to see what is done. Kernels are invisible to it.
     if torch._C._len_torch_dispatch_stack():
