@@ -329,8 +329,11 @@ def test_nodes_and_settings_of_jax() -> None:
 
 
 BY_ROW: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "memory": ("remembers", lambda fw: uc.Rule(uc.limits.Ema(1.05, 0.9), scope=uc.scopes.axes(1))),
-    "memory of entries": ("remembers", lambda fw: uc.spam()),
+    "memory": (
+        "keeps state",
+        lambda fw: uc.Rule(uc.limits.Ema(1.05, 0.9), scope=uc.scopes.axes(1)),
+    ),
+    "memory of entries": ("keeps state", lambda fw: uc.spam()),
     "limits": ("limit", lambda fw: uc.by_norm(fw.array([1.0, 2.0, 3.0, 4.0]), axis=1)),
     "limits of a group": (
         "limit",
@@ -517,7 +520,7 @@ def test_sizes_that_are_known_later(dtype: str) -> None:
     np.testing.assert_allclose(
         norms([[3, 3], [3, 3]], [6, 2]), [math.sqrt(36 / 12), 3.0], rtol=1e-6
     )
-    with pytest.raises(ValueError, match=r"grads is sparse, and does not tell the size"):
+    with pytest.raises(ValueError, match=r"grads is sparse and has no size"):
         uc.clip(tf.IndexedSlices(tf.constant([[3.0]]), tf.constant([1])), rule)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from uniclip._core.apply import LIMIT_FOR_EACH_LAYER
+from uniclip._core.apply import LIMIT_FOR_EACH_LAYER, sum_examples
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.step import run_general_step, run_step
 from uniclip._core.tree import open_tree
@@ -188,9 +188,11 @@ def clip_and_sum(
         rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped"
     )
     step = Step(params, all_reduce, shared=shared)
-    # The lane knows no examples.
-    decision = run_general_step(rule, open_tree(grads), _NOTHING, step, rule.constant)
-    return decision.summed(), decision.report()
+    # The fast path knows no examples.
+    result = run_general_step(
+        rule, open_tree(grads), _NOTHING, step, rule.constant, apply=sum_examples
+    )
+    return result.clipped(), result.report()
 
 
 def clip_by_value(grads: T, min: Number, max: Number) -> T:
@@ -266,7 +268,7 @@ def clip_by_norm(
     )
     return run_step(
         rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
-    ).clip_leaves()
+    ).clipped()
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
@@ -300,7 +302,7 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     """
     return run_step(
         _AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
-    ).clip_leaves()
+    ).clipped()
 
 
 def clip_by_global_norm(
@@ -346,8 +348,9 @@ def clip_by_global_norm(
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
     step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
-    decision = run_step(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
-    return decision.clip_leaves(), decision.norms()
+    limit = nonnegatives("max_norm", max_norm, LIMIT)
+    result = run_step(rule, grads, _NOTHING, step, limit)
+    return result.clipped(), result.norms()
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
@@ -378,7 +381,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     13.0
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    return run_step(rule, grads, _NOTHING, max_norm=math.inf).norms()
+    return run_step(rule, grads, _NOTHING, max_norm=math.inf, apply=None).norms()
 
 
 _USUAL, _NOTHING = Step(), NoState()

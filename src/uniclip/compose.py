@@ -13,7 +13,7 @@ import optree
 
 from uniclip._core.plan import check_answers_differ, is_new
 from uniclip._core.step import state_where
-from uniclip._core.tree import Flat, Opened, backend_for, flatten, open_tree
+from uniclip._core.tree import Flat, OpenedTree, backend_for, flatten, open_tree
 from uniclip._errors import (
     check,
     describe,
@@ -277,11 +277,11 @@ class EachArray(BaseRule):
                 )
             return given.close(arrays), state, Report()
 
-    def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
+    def _change_all(self, given: OpenedTree, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002
         """Return the changed arrays where a library changes many at once, else ``None``."""
         return None
 
-    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
+    def _change(self, given: OpenedTree, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
         """Return an elementwise function of the array and of operands that broadcast against it,
         and these operands.
 
@@ -305,7 +305,7 @@ class Function(EachArray):
         """Return the function."""
         return show(self.function)
 
-    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ARG002
+    def _change(self, given: OpenedTree, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ARG002
         """Call the function, and return how to put the result in the place of the array."""
         result, xp = self.function(array), given.backend.xp
         if backend_of(result) is not given.backend or not same_shape(result.shape, array.shape):
@@ -375,14 +375,14 @@ class ByValue(EachArray):
             f"max={summarize(self.max)}"
         )
 
-    def _change_all(self, given: Opened, arrays: list[Any]) -> list[Any] | None:
+    def _change_all(self, given: OpenedTree, arrays: list[Any]) -> list[Any] | None:
         """Clip many at once, if the bounds are numbers."""
         low, high = self.min, self.max
         if not (isinstance(low, Real) and isinstance(high, Real) and arrays):
             return None
         return given.backend.bound(arrays, float(low), float(high), in_place=given.in_place)
 
-    def _change(self, given: Opened, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
+    def _change(self, given: OpenedTree, array: Any, made: dict[str, Any]) -> tuple[Any, ...]:
         """Return the function that clips, and the bounds in the dtype of the array."""
         backend, xp = given.backend, given.backend.xp
         if xp.isdtype(array.dtype, "complex floating"):

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.plan import plan_of
-from uniclip._core.step import first_state, run_step
+from uniclip._core.limit import first_state
+from uniclip._core.plan import RuleCache, plan_for
+from uniclip._core.step import run_step
 from uniclip._core.tree import Flat, open_tree
 from uniclip._errors import (
     Origin,
@@ -79,10 +80,8 @@ class Choices(Printed):
     """Whether its norms depend on more of a leaf than its kind and its place."""
     tells_apart: ClassVar[list[bool]]
     """Whether the label of its groups was seen to say different things of leaves: empty before."""
-    plans: ClassVar[dict[Any, Any]]
-    """What is the same from step to step, by the structure of the gradients."""
-    agreed: ClassVar[dict[Any, Any]]
-    """What the processes of a run have told each other."""
+    cache: ClassVar[RuleCache]
+    """What is kept from step to step: plans, and what processes have agreed on."""
 
     if TYPE_CHECKING:
 
@@ -132,8 +131,8 @@ class Choices(Printed):
             stateful=bool(limit.stateful),
             constant=constant,
             simple=constant is not None
-            and (scope.label, scope.axes, self.norm, self.nonfinite)
-            == (everything, None, L2, "propagate")
+            and (scope.label, scope.axes, self.norm) == (everything, None, L2)
+            and self.nonfinite in {"propagate", "raise"}
             and self.curve is hard,
             holds_arrays=holds_arrays,
             limits_checked=not holds_arrays
@@ -148,9 +147,8 @@ class Choices(Printed):
             or scope.label not in {None, everything}
             or bool(self.norm.size_power)
             or "sizes" in limit.needs,
-            plans={},
             tells_apart=[],
-            agreed={},
+            cache=RuleCache(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,16 +280,18 @@ class Rule(Choices, BaseRule):
         """
         if not self.stateful:
             return NoState()
-        given = open_tree(grads, "params")
-        with given.backend.computation_context(given.first):
-            return first_state(
-                self, given, plan_of(self, given, given.backend.mode(given.leaf_info))
-            )
+        tree = open_tree(grads, "params")
+        mode = tree.backend.mode(tree.leaf_info)
+        with tree.backend.computation_context(tree.first):
+            return first_state(self, tree, plan_for(self, [tree], mode))
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
-        decision = run_step(self, grads, state, step)
-        return decision.clip_leaves(), decision.state, decision.report()
+        result = run_step(self, grads, state, step)
+        # In place, the tree that came in holds the clipped gradients; an iterator is used up.
+        if step.in_place and not isinstance(grads, Iterator):
+            return grads, result.state, result.report()
+        return result.clipped(), result.state, result.report()
 
 
 def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:

@@ -2,10 +2,11 @@
 """Reductions over processes: which of them hold shards of what is measured,
 and how partial sums are combined.
 
-A step joins at one line, between the sums of leaves and their roots: one packet for each group of
-owners of distributed arrays, and one for ``all_reduce``. Sums are joined in float64, where there is
-one, so that nothing overflows; of a copy that n processes hold, each contributes 1/n. What differs
-between processes is a number in the packet, or agreed on at the first step, by `Collectives.compare`.
+A step reduces at one line, between the sums of leaves and their roots: one payload for each group
+of processes that hold shards of distributed leaves, and one for ``all_reduce``. Sums are reduced in
+float64, where there is one, so that nothing overflows; of a replica that n processes hold, each
+contributes 1/n. What differs between processes is a number in the payload, or agreed on at the
+first step, by `Reduction.agree`. In a run of one process nothing here is used.
 """
 
 from __future__ import annotations
@@ -14,23 +15,20 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import accumulate
 from numbers import Number
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
 from zlib import crc32
 
 import numpy as np
 
 from uniclip._core.norm_space import NormSpace
-from uniclip._core.tree import Opened
+from uniclip._core.tree import OpenedTree, Shard
 from uniclip._errors import check, holds_arrays, summarize
 from uniclip.backends import backend_by
 from uniclip.backends.base import (
     NUMPY,
-    Axes,
     Backend,
-    LeafInfo,
     Op,
     Reduce,
     Terms,
@@ -38,9 +36,13 @@ from uniclip.backends.base import (
     in_groups,
     op_of,
 )
+from uniclip.scopes import Scope
+
+if TYPE_CHECKING:
+    from uniclip._core.plan import Plan
 
 REDUCTION_CACHE_SIZE = 64
-"""How many joins a rule remembers."""
+"""The number of reductions that a rule keeps."""
 
 
 AllReduce: TypeAlias = Reduce | str | tuple[str, ...] | Any
@@ -51,40 +53,19 @@ Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 """How many processes hold a leaf, given its path and itself; true for all of them."""
 
 
-class Layout(Protocol):
-    """The attributes of `uniclip._core.plan.Plan` that are used here,
-    where plans cannot be imported.
-    """
-
-    leaf_info: LeafInfo
-    math: NormSpace
-    one_norm: bool
-    axes: list[Axes]
-    members: list[list[int]]
-    order: list[int]
-    heights: list[int]
-    blocks: list[Any]
-
-    def gradients(self) -> list[Any]:
-        """Return how many gradients each norm has in this process, an array for each block."""
-
-    @property
-    def names(self) -> list[str]:
-        """The groups or leaves of all norms."""
-
-
 class Reduction:
-    """How the processes of an ``all_reduce`` join the rows of a rule.
+    """What the processes of an ``all_reduce`` know of each other.
 
     Python values only, as traces read them.
     """
 
-    __slots__ = ("_held", "checked", "narrow", "shared", "size")
+    __slots__ = ("_reference", "checked", "narrow", "shared", "size")
 
-    def __init__(self, held: Any, shared: Shared | None) -> None:
-        self._held, self.shared = held, shared
+    def __init__(self, reference: Any, shared: Shared | None) -> None:
+        self._reference = reference
+        self.shared = shared
         self.checked = False
-        """Whether the processes have compared their rules and rows."""
+        """Whether the processes have compared their rules and norms."""
         self.narrow = True
         """Whether no process has float64 gradients."""
         self.size = 0
@@ -93,37 +74,76 @@ class Reduction:
     @property
     def all_reduce(self) -> Any:
         """The user's ``all_reduce``."""
-        return follow_reference(self._held)
+        return follow_reference(self._reference)
 
     def reduce(self, backend: Backend, array: Any, op: Op) -> Any:
         """Reduce an array over the processes."""
         return reducer_of(backend, self.all_reduce)(array, op)
 
+    def agree(self, rule: Any, names: list[str] | None, math_: NormSpace) -> None:
+        """Compare the rules and the norms of all processes, and count these, at the first step.
+
+        All come to the same conclusion, since it is drawn from one sum.
+
+        Parameters
+        ----------
+        rule : Rule
+        names : list of str or None
+            The groups or leaves of all norms; ``None`` if there is one norm.
+        math_ : NormSpace
+
+        Raises
+        ------
+        ValueError
+            In every process, if they differ.
+        """
+        choices = _describe_choice([getattr(rule, choice.name) for choice in fields(rule)])
+        rows: Any = 1 if names is None else names
+        words = _digest(f"{choices} {self.shared is not None} {rows}")
+        squares = [word * word for word in words]
+        sent = np.asarray([1.0, not math_.narrow, *words, *squares])
+        with math_.library.allow_float64():
+            [total] = reduce_payload(math_, [sent], "sum", self)
+
+        # Numbers are equal in all processes if the sum of their squares says that they do not vary.
+        totals = np.asarray(math_.read(total), np.float64)
+        count, wide = totals[:2]
+        if not np.allclose(count * totals[6:], totals[2:6] ** 2, rtol=1e-12):
+            msg = (
+                "the processes that all_reduce joins use different rules or have different "
+                f"leaves or groups, and this one {summarize(rule)}: use one rule in all of them, "
+                "on the same tree, with None for what is absent; leaves that are whole in their "
+                "process need no all_reduce, and groups with a limit for each name "
+                "(uc.by_group_norm) may be empty in some"
+            )
+            raise ValueError(msg)
+        self.size = round(float(count))
+        self.narrow = bool(wide == 0)
+        self.checked = True
+
 
 def reduction_of(
-    reductions: dict[Any, Reduction] | None, all_reduce: Any, shared: Shared | None
+    reductions: dict[Hashable, Reduction] | None, all_reduce: Any, shared: Shared | None
 ) -> Reduction | None:
-    """Return the join of a rule that remembers some, or none in compiled code.
+    """Return the reduction of a rule over some processes, ``None`` without ``all_reduce``.
 
-    ``None`` without ``all_reduce``.
+    It is kept in ``reductions``; compiled code has none and makes a new one.
     """
     check_shared(all_reduce, shared)
     if all_reduce is None:
         return None
-    check(
-        "all_reduce",
-        all_reduce,
-        isinstance(all_reduce, Hashable),
-        "a function, a process group, a mesh or a name",
-    )
+    wanted = "a function, a process group, a mesh or a name"
+    check("all_reduce", all_reduce, isinstance(all_reduce, Hashable), wanted)
     if reductions is None:
         return Reduction(all_reduce, shared)
-    said = keep_reference(all_reduce), shared
-    if said not in reductions:
+
+    reference = keep_reference(all_reduce)
+    key = (reference, shared)
+    if key not in reductions:
         while len(reductions) >= REDUCTION_CACHE_SIZE:
             reductions.pop(next(iter(reductions)))
-        reductions[said] = Reduction(*said)
-    return reductions[said]
+        reductions[key] = Reduction(reference, shared)
+    return reductions[key]
 
 
 def keep_reference(all_reduce: Any) -> Any:
@@ -139,17 +159,15 @@ def follow_reference(reference: Any) -> Any:
     return reference() if isinstance(reference, ref) else reference
 
 
-def with_reduced_library(given: Opened, all_reduce: Any) -> Opened:
-    """Return opened gradients, those without any of the library whose processes are joined,
-    if that is known.
-    """
-    if all_reduce is None or given.leaf_info.present:
-        return given
-    return given._replace(leaf_info=given.leaf_info.without_leaves(backend_by(all_reduce)))
+def with_reduced_library(tree: OpenedTree, all_reduce: Any) -> OpenedTree:
+    """Return opened gradients; without any, of the library whose processes are joined, if known."""
+    if all_reduce is None or tree.leaf_info.present:
+        return tree
+    return tree._replace(leaf_info=tree.leaf_info.without_leaves(backend_by(all_reduce)))
 
 
 def check_shared(all_reduce: Any, shared: Any) -> None:
-    """Refuse ``shared`` if it is no function, or there is no ``all_reduce``."""
+    """Raise if ``shared`` is no function, or there is no ``all_reduce``."""
     check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
     if shared is not None and all_reduce is None:
         msg = (
@@ -160,7 +178,10 @@ def check_shared(all_reduce: Any, shared: Any) -> None:
 
 
 class Payload(NamedTuple):
-    """What processes join beside the sums of leaves; ``None`` for what is not asked for."""
+    """What processes reduce together with the sums of leaves; ``None`` for what is not asked for.
+
+    There is none in a run of one process.
+    """
 
     losses: list[Any] | None = None
     """The sum of their losses, and how many there are."""
@@ -180,28 +201,29 @@ class Payload(NamedTuple):
         return [array for arrays in self if arrays for array in arrays]
 
     def fill(self, arrays: Iterable[Any]) -> Payload:
-        """Return the packet with other arrays in the places of its own."""
+        """Return the payload with other arrays in the places of its own."""
         left = iter(arrays)
         return Payload(*[field and [next(left) for _ in field] for field in self])
 
 
 class Collectives:
-    """How processes join what a plan measures: by ``all_reduce``,
-    and by the owners of distributed leaves.
+    """How processes reduce what a plan measures: by ``all_reduce``, and over the groups of
+    processes that hold the shards of distributed leaves.
     """
 
     def __init__(
         self,
-        plan: Layout,
-        given: Opened,
+        plan: Plan,
+        tree: OpenedTree,
         reduction: Reduction | None,
-        shards: Sequence[dict[int, Any]],
+        shards: Sequence[dict[int, Shard]],
     ) -> None:
-        self._plan, self.reduction = plan, reduction
-        self.replicas = None if reduction is None else _replicas_of(plan, given, reduction)
+        self._plan = plan
+        self.reduction = reduction
+        self.replicas = None if reduction is None else _replicas_of(plan, tree, reduction)
         """How many processes hold each leaf, ``None`` if one does.
 
-        0 where the processes have not been counted.
+        0 if the processes have not been counted.
         """
         if self.replicas is not None and 0 in self.replicas and plan.math.compiled:
             msg = (
@@ -209,230 +231,241 @@ class Collectives:
                 "processes hold one: join along named axes, or run the step before it is compiled"
             )
             raise TypeError(msg)
-        every = [
-            [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
-            for by_leaf in shards
-        ]
-        self._owners = [
-            [shard and shard.shard_groups(axes) for shard, axes in pairs] for pairs in every
-        ]
-        """For each leaf of the gradients, and of the parameters,
-        the processes that join its norms.
-        """
-        whole = {shard.shard_groups(): None for by_leaf in shards for shard in by_leaf.values()}
-        self.mesh_groups: list[Any] = list(whole) if len(whole) < 2 or plan.math.compiled else []
-        """As few groups of processes as cover all that hold parts,
-        which join what is not of a leaf.
-        """
-        for shard_groups in (
-            [] if self.mesh_groups else sorted(whole, key=lambda group: -len(group.processes()))
-        ):
-            if not any(
-                [shard_groups.processes() <= other.processes() for other in self.mesh_groups]
-            ):
-                self.mesh_groups.append(shard_groups)
-        by_leaf = {
-            shard_groups: None
-            for tree in self._owners
-            for shard_groups in tree
-            if shard_groups is not None
-        }
-        self._groups = list(by_leaf | dict.fromkeys(self.mesh_groups))
-        """All groups of owners, in the same order in each process."""
-        self.divided = any(
-            [shard and shard.divided(axes) for pairs in every for shard, axes in pairs]
-        )
-        """Whether some norms lie in this process alone, as an axis that they keep is divided."""
 
-    def rows(
-        self, trees: list[Opened], terms: list[Terms], payload: Payload
+        self._shard_groups: list[list[Any]] = []
+        """For each leaf of the gradients, and of the parameters, the processes that hold its
+        norms' shards.
+        """
+        self.divided = False
+        """Whether some norms lie in this process alone, as an axis that they keep is divided."""
+        for by_leaf in shards:
+            groups: list[Any] = []
+            for number, axes in enumerate(plan.axes):
+                shard = by_leaf.get(number)
+                groups.append(shard and shard.shard_groups(axes))
+                self.divided = self.divided or bool(shard and shard.divided(axes))
+            self._shard_groups.append(groups)
+
+        self.mesh_groups = _cover_meshes(shards, compiled=plan.math.compiled)
+        """As few groups of processes as cover all that hold shards.
+
+        They reduce what belongs to no leaf.
+        """
+        groups_in_order: dict[Any, None] = {}
+        for of_tree in (*self._shard_groups, self.mesh_groups):
+            for group in of_tree:
+                if group is not None:
+                    groups_in_order[group] = None
+        self._groups = list(groups_in_order)
+        """All groups of processes, in the same order in each process."""
+
+    def reduce_sums(
+        self, trees: Sequence[OpenedTree], terms: Sequence[Terms], payload: Payload
     ) -> tuple[list[Any], Payload]:
-        """Return the sums of each norm, an array for each block of each tree,
-        and the packet, joined.
+        """Return the sums of each norm, an array for each block of each tree, and the payload,
+        reduced over all processes.
         """
         if self._groups:
-            rows, payload = self._over_owners(trees, terms, payload)
+            rows, payload = self._over_shards(trees, terms, payload)
         else:
-            rows = [
-                row
-                for tree, added in zip(trees, terms, strict=True)
-                for row in self._plan.math.sums(tree, added)
-            ]
+            rows = []
+            for tree, of_tree in zip(trees, terms, strict=True):
+                rows += self._plan.math.sums(tree, of_tree)
         if self.reduction is None:
             return rows, payload
         op = op_of(terms[0].p) if terms else "sum"
         arrays = reduce_payload(self._plan.math, [*rows, *payload.arrays], op, self.reduction)
         return arrays[: len(rows)], payload.fill(arrays[len(rows) :])
 
-    def weigher(self, tree: Opened, p: float) -> Callable[[list[Any]], list[Any]] | None:
-        """Return what weighs the sums of a tree's leaves,
+    def weigher(self, tree: OpenedTree, p: float) -> Callable[[list[Any]], list[Any]] | None:
+        """Return the function that weighs the sums of a tree's leaves,
         ``None`` if none is held by several processes.
         """
-        return partial(self._weigh, tree, p) if self.replicas is not None or tree.shards else None
+        if self.replicas is None and not tree.shards:
+            return None
+        return partial(self._weigh, tree, p)
 
-    def _weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
-        """Return the sums of leaves, those of copies divided by their number,
+    def _weigh(self, tree: OpenedTree, p: float, sums: list[Any]) -> list[Any]:
+        """Return the sums of leaves, those of replicas divided by their number,
         so that together they count once.
         """
-        shards, weighed = tree.shards, []
+        shards = tree.shards
+        weighed = []
         for number, total in zip(self._plan.order, sums, strict=True):
-            shard, replicas = (
-                shards.get(number),
-                1 if self.replicas is None else self.replicas[number],
-            )
-            value, replicas = (
-                (total, replicas)
-                if shard is None
-                else (shard.weigh(total), replicas * shard.replicas)
-            )
+            replicas = 1 if self.replicas is None else self.replicas[number]
+            value, shard = total, shards.get(number)
+            if shard is not None:
+                value = shard.weigh(total)
+                replicas *= shard.replicas
             weighed.append(value / replicas if replicas > 1 and p < math.inf else value)
         return weighed
 
-    def _over_owners(
-        self, trees: list[Opened], terms: list[Terms], payload: Payload
+    def _over_shards(
+        self, trees: Sequence[OpenedTree], terms: Sequence[Terms], payload: Payload
     ) -> tuple[list[Any], Payload]:
-        """Return the rows of each block of each tree, and the packet,
-        joined over the owners of distributed leaves.
+        """Return the sums of each block of each tree, and the payload, reduced over the processes
+        that hold the shards of each leaf.
         """
         plan = self._plan
+        op = op_of(terms[0].p) if terms else "sum"
         sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
         if payload.present is not None:
+            # Gradients are counted as a further tree, whose leaves have the sum 1.
             sums.append({number: np.ones(()) for number in plan.order if number >= 0})
-        op = op_of(terms[0].p) if terms else "sum"
-        every = [(number, members) for number in range(len(sums)) for members in plan.members]
-        addends: list[list[Any]] = [[] for _ in every]
-        scalars = Payload(payload.losses, payload.unsound)
+
         # Which norms form a block may differ from process to process, the order of leaves does not.
-        order = sorted(range(len(every)), key=lambda row: (every[row][0], every[row][1][:1]))
-        for shard_groups in (None, *self._groups):
-            joined, sent = [], []
+        norms = [(source, members) for source in range(len(sums)) for members in plan.members]
+        order = sorted(range(len(norms)), key=lambda row: (norms[row][0], norms[row][1][:1]))
+        addends: list[list[Any]] = [[] for _ in norms]
+        extras = Payload(payload.losses, payload.unsound)
+        for group in (None, *self._groups):
+            rows, sent = [], []
             for row in order:
-                number, members = every[row]
-                measured = trees[number] if number < len(trees) else None
-                mine = [
-                    n for n in members if self._owners[number if measured else 0][n] == shard_groups
-                ]
-                held = [sums[number][n] for n in mine if n in sums[number]]
-                if held or (mine and shard_groups is not None):
-                    joined.append(row)
-                    sent.append(
-                        plan.math.add(held, op) if held else self._nothing(measured, mine[0])
-                    )
-            if shard_groups is not None:
-                beside = scalars.arrays if shard_groups in self.mesh_groups else []
-                sent = reduce_payload(plan.math, [*sent, *beside], op, shard_groups)
-                scalars = scalars.fill(sent[len(joined) :]) if beside else scalars
-            for row, value in zip(joined, sent, strict=False):
+                source, members = norms[row]
+                tree = trees[source] if source < len(trees) else None
+                value = self._add_shards(group, tree, source, sums[source], members, op)
+                if value is not None:
+                    rows.append(row)
+                    sent.append(value)
+            if group is not None:
+                takes_extras = group in self.mesh_groups
+                arrays = [*sent, *extras.arrays] if takes_extras else sent
+                sent = reduce_payload(plan.math, arrays, op, group)
+                if takes_extras:
+                    extras = extras.fill(sent[len(rows) :])
+            for row, value in zip(rows, sent, strict=False):
                 addends[row].append(value)
-        each = in_groups(
-            [plan.math.add(sums_of_row, op) for sums_of_row in addends], plan.heights * len(sums)
-        )
-        blocks = [plan.math.stack(list(rows)) for rows in each]
+
+        totals = [plan.math.add(of_norm, op) for of_norm in addends]
+        blocks = [plan.math.stack(list(b)) for b in in_groups(totals, plan.heights * len(sums))]
         count = len(trees) * len(plan.blocks)
         present = None if payload.present is None else blocks[count:]
-        return blocks[:count], payload._replace(
-            losses=scalars.losses, unsound=scalars.unsound, present=present
-        )
+        reduced = payload._replace(losses=extras.losses, unsound=extras.unsound, present=present)
+        return blocks[:count], reduced
 
-    def _sums_of_leaves(self, tree: Opened, terms: Terms) -> dict[int, Any]:
+    def _add_shards(  # noqa: PLR0913, PLR0917 - called in one place
+        self,
+        group: Any,
+        tree: OpenedTree | None,
+        source: int,
+        sums: dict[int, Any],
+        members: Sequence[int],
+        op: Op,
+    ) -> Any:
+        """Return what this process adds to a norm within a group of processes, ``None`` if nothing.
+
+        ``tree`` is ``None`` for the counts of gradients.
+        """
+        of_leaves = self._shard_groups[0 if tree is None else source]
+        numbers = [number for number in members if of_leaves[number] == group]
+        here = [sums[number] for number in numbers if number in sums]
+        if here:
+            return self._plan.math.add(here, op)
+        # A process whose gradient is absent takes part, or the others would wait for it.
+        if numbers and group is not None:
+            return self._nothing(tree, numbers[0])
+        return None
+
+    def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
-        plan, blocks = self._plan, list(map(sum, terms.in_blocks(terms.counts)))
-        alone = terms._replace(counts=[1] * len(terms.arrays), blocks=blocks)
-        rows = [
-            row for rows in plan.math.sums(tree, alone) for row in plan.math.backend.unstack(rows)
-        ]
+        plan = self._plan
+        heights = list(map(sum, terms.in_blocks(terms.counts)))
+        of_leaves = terms._replace(counts=[1] * len(terms.arrays), blocks=heights)
+        rows: list[Any] = []
+        for block in plan.math.sums(tree, of_leaves):
+            rows += plan.math.backend.unstack(block)
         return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
 
-    def _nothing(self, tree: Opened | None, number: int) -> Any:
-        """Return the sums of an absent part of a distributed leaf,
-        or how many gradients that is.
-        """
-        plan = self._plan
-        axes, shape = plan.axes[number], tree.shard(number).local if tree else ()
-        return plan.math.zeros(
-            () if axes is None else tuple([n for axis, n in enumerate(shape) if axis not in axes])
-        )
+    def _nothing(self, tree: OpenedTree | None, number: int) -> Any:
+        """Return the sums of an absent shard of a distributed leaf, or of its gradients' count."""
+        axes = self._plan.axes[number]
+        if axes is None:
+            return self._plan.math.zeros()
+        lengths = enumerate(tree.shard(number).local if tree else ())
+        kept = tuple([length for axis, length in lengths if axis not in axes])
+        return self._plan.math.zeros(kept)
 
     def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of
         their own.
         """
-        for shard_groups in self.mesh_groups if self.divided else ():
-            arithmetic = self._plan.math
-            faults = [
-                1 - arithmetic.xp.astype(arithmetic.xp.asarray(flag), arithmetic.xp.float32)
-                for flag in flags
-            ]
-            flags = arithmetic.as_norms(
-                [value < 1 for value in reduce_payload(arithmetic, faults, "max", shard_groups)]
-            )
+        if not self.divided:
+            return flags
+        math_, xp = self._plan.math, self._plan.math.xp
+        for group in self.mesh_groups:
+            faults = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
+            largest = reduce_payload(math_, faults, "max", group)
+            flags = math_.as_norms([fault < 1 for fault in largest])
         return flags
 
     def count_once(self, counts: dict[int, Any]) -> dict[int, Any]:
-        """Return the numbers of entries of leaves, those of copies divided by their number."""
-        return (
-            counts
-            if self.replicas is None
-            else {n: count / self.replicas[n] for n, count in counts.items()}
-        )
+        """Return the numbers of entries of leaves, those of replicas divided by their number."""
+        if self.replicas is None:
+            return counts
+        return {number: count / self.replicas[number] for number, count in counts.items()}
 
-    def ask_for(self, loss: Any, payload: Payload, *, losses: bool, presence: bool) -> Payload:
-        """Return a packet with the loss of this process, and how many gradients each norm has here,
-        if asked for.
-        """
-        loss_here = self._as_sums(loss) if losses and not isinstance(loss, Loss) else None
-        present = self._plan.gradients() if presence and not self.divided else None
-        return payload._replace(losses=loss_here, present=present)
+    def loss_sums(self, loss: Any) -> list[Any] | None:
+        """Return the loss of this process and its count, to be summed over all.
 
-    def _as_sums(self, loss: Any) -> list[Any]:
-        """Return the loss of this process and its count, to be summed over all:
-        0 and 0 without a loss.
+        Both are 0 without a loss; ``None`` for one that is reduced already.
         """
+        if isinstance(loss, Loss):
+            return None
         if loss is None:
             return [np.zeros(()), np.zeros(())]
         library = self._plan.math.library
         number = library.detach(library.xp.astype(library.xp.asarray(loss), library.xp.float32))
         return [library.xp.reshape(number, ()), np.ones(())]
 
-    def compare(self, rule: Any) -> bool:
-        """Compare the rules and the rows of all processes, and count these, at the first step;
-        return whether it is.
 
-        Of one sum all come to the same conclusion.
+class Exchange:
+    """The reductions of one step over its processes.
 
-        Raises
-        ------
-        ValueError
-            In every process, if they differ.
-        """
-        plan, reduction = self._plan, self.reduction
-        if reduction is None or reduction.checked or plan.math.compiled:
-            return False
-        rows: Any = 1 if plan.one_norm else plan.names
-        choices = _describe_choice([getattr(rule, field.name) for field in fields(rule)])
-        words = _digest(f"{choices} {reduction.shared is not None} {rows}")
-        with plan.math.library.allow_float64():
-            sent = np.asarray(
-                [1.0, not plan.leaf_info.narrow, *words, *[word * word for word in words]]
-            )
-            [total] = reduce_payload(plan.math, [sent], "sum", reduction)
-        values = np.asarray(plan.math.read(total), np.float64)
-        count, wide, sums, squares = values[0], values[1], values[2:6], values[6:]
-        if not np.allclose(count * squares, sums**2, rtol=1e-12):
-            msg = (
-                "the processes that all_reduce joins use different rules or have different "
-                f"leaves or groups, and this one {summarize(rule)}: use one rule in all of them, on "
-                "the same tree, with None for what is absent; leaves that are whole in their "
-                "process need no all_reduce, and groups with a limit for each name "
-                "(uc.by_group_norm) may be empty in some"
-            )
-            raise ValueError(msg)
-        reduction.size, reduction.narrow, reduction.checked = (
-            round(float(count)),
-            bool(wide == 0),
-            True,
-        )
-        return True
+    The first sum takes along what else they exchange, in one payload.
+    """
+
+    def __init__(
+        self, collectives: Collectives, trees: Sequence[OpenedTree], payload: Payload
+    ) -> None:
+        self._collectives = collectives
+        self._trees = trees
+        self._waiting: Payload | None = payload if any(payload) else None
+        self._reduced = Payload()
+
+    def reduce_sums(self, terms: Sequence[Terms]) -> list[Any]:
+        """Return the sums of each norm over all processes, an array for each block of each tree."""
+        payload = self._waiting
+        # A maximum cannot take sums along.
+        if payload is None or not terms or op_of(terms[0].p) != "sum":
+            return self._collectives.reduce_sums(self._trees, terms, Payload())[0]
+        rows, self._reduced = self._collectives.reduce_sums(self._trees, terms, payload)
+        self._waiting = None
+        return rows
+
+    def finish(self) -> Payload:
+        """Return the reduced payload, which goes by itself if no sum took it along."""
+        if self._waiting is not None:
+            _, self._reduced = self._collectives.reduce_sums([], [], self._waiting)
+            self._waiting = None
+        return self._reduced
+
+
+def _cover_meshes(shards: Sequence[dict[int, Shard]], *, compiled: bool) -> list[Any]:
+    """Return as few groups of processes as cover all that hold shards."""
+    distinct: dict[Any, None] = {}
+    for by_leaf in shards:
+        for shard in by_leaf.values():
+            distinct[shard.shard_groups()] = None
+    groups = list(distinct)
+    # Compiled code does not list the processes of a group.
+    if len(groups) < 2 or compiled:
+        return groups
+
+    covering: list[Any] = []
+    for group in sorted(groups, key=lambda group: -len(group.processes())):
+        if not any([group.processes() <= other.processes() for other in covering]):
+            covering.append(group)
+    return covering
 
 
 def _digest(text: str) -> list[float]:
@@ -443,9 +476,7 @@ def _digest(text: str) -> list[float]:
 
 
 def _describe_choice(value: Any) -> str:
-    """Return what a choice is made of, by qualified names and numbers,
-    as it is the same in each process.
-    """
+    """Return what a choice is made of, by qualified names and numbers, equal in each process."""
     if value is None or isinstance(value, (str, Number)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -454,108 +485,117 @@ def _describe_choice(value: Any) -> str:
         return f"array {tuple(value.shape)}"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    held: Any = [
-        one for one in getattr(value, "__dict__", {}).values() if isinstance(one, (str, Number))
-    ]
+
+    attributes: list[Any] = []
     if is_dataclass(value):
-        held = [getattr(value, field.name) for field in fields(value)]
+        attributes = [getattr(value, field.name) for field in fields(value)]
     elif isinstance(value, partial):
-        held = [value.func, *value.args]
-    return (
-        f"{type(value).__module__}.{type(value).__qualname__}("
-        f"{', '.join(map(_describe_choice, held))})"
-    )
+        attributes = [value.func, *value.args]
+    else:
+        for attribute in getattr(value, "__dict__", {}).values():
+            if isinstance(attribute, (str, Number)):
+                attributes.append(attribute)
+    described = ", ".join(map(_describe_choice, attributes))
+    return f"{type(value).__module__}.{type(value).__qualname__}({described})"
 
 
-def _replicas_of(plan: Layout, given: Any, reduction: Reduction) -> list[int] | None:
+def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
-    backend = plan.math.library
-    answers = (
-        []
-        if reduction.shared is None
-        else [reduction.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
-    )
-    for answer in answers:
-        check(
-            "what shared(path, leaf) returns",
-            answer,
-            not holds_arrays(answer),
-            "True, False, or a number of processes",
-        )
-    present = given.leaf_info.present
-    arrays = [given.arrays[number] for number in present]
-    marked = None if reduction.shared is None else [bool(answers[number]) for number in present]
-    counts = backend.replicas(
-        arrays, reduction.all_reduce, marked, lambda n: given.place(present[n])
+    present = tree.leaf_info.present
+    arrays = [tree.arrays[number] for number in present]
+    shared: list[bool | int] = []
+    marked = None
+    if reduction.shared is not None:
+        for path, leaf in zip(tree.paths(), tree.leaves, strict=True):
+            is_shared = reduction.shared(path, leaf)
+            wanted = "True, False, or a number of processes"
+            check("what shared(path, leaf) returns", is_shared, not holds_arrays(is_shared), wanted)
+            shared.append(is_shared)
+        marked = [bool(shared[number]) for number in present]
+
+    # A library may know where its arrays lie, and then says so itself.
+    counts = plan.math.library.replicas(
+        arrays, reduction.all_reduce, marked, lambda n: tree.place(present[n])
     )
     if counts is not None:
-        known = dict(zip(present, counts, strict=True))
-        return [known.get(number, 1) for number in range(len(given.leaves))]
-    if not any(answers):
+        replicas = [1] * len(tree.leaves)
+        for number, count in zip(present, counts, strict=True):
+            replicas[number] = count
+        return replicas
+
+    if not any(shared):
         return None
+    everywhere = [isinstance(one, (bool, np.bool_)) and bool(one) for one in shared]
     return [
-        reduction.size if isinstance(answer, (bool, np.bool_)) and answer else max(1, int(answer))
-        for answer in answers
+        reduction.size if in_all else max(1, int(one))
+        for one, in_all in zip(shared, everywhere, strict=True)
     ]
 
 
-def reduce_payload(arithmetic: NormSpace, arrays: list[Any], op: Op, reduction: Any) -> list[Any]:
+def reduce_payload(math_: NormSpace, arrays: list[Any], op: Op, reduction: Any) -> list[Any]:
     """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
 
     NumPy arrays stay NumPy arrays in the mode in which the host reads them.
     """
-    backend = arithmetic.library
     if not arrays:
         return []
-    xp, dtype = backend.xp, arithmetic.sum_dtype
-    if arithmetic.host and all([isinstance(array, (float, *NUMPY)) for array in arrays]):
-        local: list[Any] = list(map(np.asarray, arrays))
-        vector = arithmetic.to_library(
-            np.concatenate([array.ravel() for array in local]).astype(np.float64, copy=False)
-        )
+    backend, xp = math_.library, math_.library.xp
+    numpys = [isinstance(array, (float, *NUMPY)) for array in arrays]
+    if math_.host and all(numpys):
+        local: list[Any] = [np.asarray(array) for array in arrays]
+        joined = np.concatenate([array.ravel() for array in local])
+        vector = math_.to_library(joined.astype(np.float64, copy=False))
     else:
-        local = [
-            arithmetic.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a)
-            for a in arrays
-        ]
-        if arithmetic.separate:  # XLA makes one reduction of many
-            return [_reduce(arithmetic, cast(xp, array, dtype), op, reduction) for array in local]
-        flat = [
-            xp.reshape(cast(xp, backend.to_device_of(local[0], array), dtype), (-1,))
-            for array in local
-        ]
+        local = []
+        for array, is_numpy in zip(arrays, numpys, strict=True):
+            local.append(math_.to_library(np.asarray(array)) if is_numpy else array)
+        # XLA makes one reduction of many.
+        if math_.separate:
+            wide = [cast(xp, array, math_.sum_dtype) for array in local]
+            return [_reduce(math_, array, op, reduction) for array in wide]
+        here = [backend.to_device_of(local[0], array) for array in local]
+        flat = [xp.reshape(cast(xp, array, math_.sum_dtype), (-1,)) for array in here]
         vector = xp.concat(flat, axis=0)
-    vector = _reduce(arithmetic, vector, op, reduction)
-    view = backend.as_numpy(vector) if arithmetic.host else None
-    xp, vector = (xp, vector) if view is None else (np, view)
-    shapes = [tuple(array.shape) for array in local]
-    ends = accumulate(map(math.prod, shapes))
-    pairs = zip(shapes, ends, strict=True)
-    return [xp.reshape(vector[end - math.prod(shape) : end], shape) for shape, end in pairs]
+
+    vector = _reduce(math_, vector, op, reduction)
+    view = backend.as_numpy(vector) if math_.host else None
+    if view is not None:
+        xp, vector = np, view
+    return _split(xp, vector, [tuple(array.shape) for array in local])
 
 
-def _reduce(arithmetic: NormSpace, array: Any, op: Op, reduction: Any) -> Any:
-    reduce = (
-        reduction.reduce
-        if not isinstance(reduction, Reduction)
-        else lambda x, op: reduction.reduce(arithmetic.library, x, op)
-    )
-    return (
-        reduce(array, op)
-        if op == "sum"
-        else _reduce_to_largest(arithmetic.library.xp, array, reduce)
-    )
+def _split(xp: Any, vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return the arrays of some shapes that a vector consists of."""
+    arrays, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        arrays.append(xp.reshape(vector[start:end], shape))
+        start = end
+    return arrays
+
+
+def _reduce(math_: NormSpace, array: Any, op: Op, reduction: Any) -> Any:
+    """Return an array reduced by a `Reduction`, or by the processes that hold shards."""
+    reduce: Reduce = reduction.reduce
+    if isinstance(reduction, Reduction):
+        reduce = partial(reduction.reduce, math_.library)
+    if op == "sum":
+        return reduce(array, op)
+    return _reduce_to_largest(math_.library.xp, array, reduce)
 
 
 def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     """Return the largest of all processes' values, NaN if one of them is NaN."""
-    isnan, shape = xp.isnan(value), tuple(value.shape)
-    both = [xp.where(isnan, xp.zeros_like(value), value), xp.astype(isnan, value.dtype)]
-    pair = reduce(xp.concat([xp.reshape(shard, (-1,)) for shard in both], axis=0), "max")
-    top, bad = (
-        xp.reshape(shard, shape)
-        for shard in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0)
-    )
+    # A maximum of several processes may drop NaN: it goes along as a flag.
+    is_nan = xp.isnan(value)
+    number = xp.where(is_nan, xp.zeros_like(value), value)
+    flag = xp.astype(is_nan, value.dtype)
+    both = xp.concat([xp.reshape(number, (-1,)), xp.reshape(flag, (-1,))], axis=0)
+    reduced = reduce(both, "max")
+
+    shape = tuple(value.shape)
+    top, flag = _split(xp, reduced, [shape, shape])
+    bad = flag > 0
     # 0/0, not a constant NaN, which a debugger would report as a result.
     return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)
 
@@ -566,7 +606,7 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
     Raises
     ------
     TypeError
-        If ``all_reduce`` is neither a function nor what the library of the backend joins by.
+        If ``all_reduce`` is neither a function nor what the library of the backend reduces by.
     """
     reduce: Reduce | None = backend.reducer(all_reduce)
     if reduce is not None:
@@ -580,8 +620,8 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
     raise TypeError(msg)
 
 
-def raise_if_kept_axes(scope: Any, all_reduce: Any) -> None:
-    """Refuse norms along axes beside ``all_reduce``: which axis of a part is cut is not known.
+def raise_if_kept_axes(scope: Scope, all_reduce: Any) -> None:
+    """Raise if norms are along axes and ``all_reduce`` is given: which axis is cut is not known.
 
     Raises
     ------
@@ -600,19 +640,22 @@ def raise_if_kept_axes(scope: Any, all_reduce: Any) -> None:
         raise ValueError(msg)
 
 
-def mean_loss(library: Backend, loss: Any, sums: list[Any]) -> Any:
-    """Return the mean of the losses of all processes, ``None`` if there is none,
-    given their sum and number.
+def mean_loss(library: Backend, loss: Any, sums: Sequence[Any]) -> Any:
+    """Return the mean of the losses of all processes, given their sum and number.
+
+    ``None`` if there is none.
     """
-    xp, (total, count) = library.xp, sums
+    xp = library.xp
+    total, count = sums
     if loss is not None:
         return total / count
     if library.readable(count):
         return total / count if bool(count > 0) else None
-    known = count > 0  # else -∞, which is no spike, and is not kept
-    return total / xp.where(known, count, xp.ones_like(count)) + xp.log(
-        xp.astype(known, count.dtype)
-    )
+
+    # Without a value, no loss is -∞, which is no spike and enters no state.
+    has_loss = count > 0
+    mean = total / xp.where(has_loss, count, xp.ones_like(count))
+    return mean + xp.log(xp.astype(has_loss, count.dtype))
 
 
 class Loss(NamedTuple):

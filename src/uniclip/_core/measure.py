@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Norms of leaves: sums, their range, roots and sizes; reduced over processes."""
+"""Measure norms: sums of powers, their range, and roots; reduced over processes if there are
+several.
+
+What is made of the norms is decided in `uniclip._core.step`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from uniclip._core.collectives import Loss, Payload, mean_loss
-from uniclip._core.plan import Block, Plan
-from uniclip._core.tree import Opened
+from uniclip._core.collectives import Exchange, Loss, Payload, mean_loss
+from uniclip._core.plan import Plan
+from uniclip._core.sizes import count_entries, sizes_of_counts
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
-from uniclip._types import Step
+from uniclip._types import Flags, Namespace, Norms, Step, Tensor
 from uniclip.backends.arrays import check_shape, known_true
-from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, expand_to_leaf, in_groups
+from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, expand_to_leaf
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
@@ -32,31 +37,20 @@ is accurate.
 """
 
 
-class Inputs(NamedTuple):
-    """What a step of the general way starts from."""
-
-    rule: Choices
-    plan: Plan
-    tree: Opened
-    params: Opened | None
-    """The parameters of the gradients, if the limit needs them."""
-    step: Step
-    constant: Any
-    """The constant limit, ``None`` if there is another one."""
-
-
 class Measured(NamedTuple):
-    """The measurements of a step, joined over processes, where the norms lie:
-    an array for each block.
+    """The measurements of a step, over all processes, as arrays of the norms' library:
+    one for each block.
     """
 
     norms: list[Any]
     params: list[Any] | None = None
+    """The norms of the parameters."""
     sizes: list[Any] | None = None
+    """The numbers of entries of the norms."""
     present: list[Any] | None = None
     """For each norm, whether some process has a gradient of it.
 
-    ``None`` where this process knows.
+    ``None`` in a run of one process, which knows.
     """
     loss: Any = None
     finite_norms: list[Any] | None = None
@@ -65,190 +59,248 @@ class Measured(NamedTuple):
     """Whether all entries are finite, where that was looked at."""
 
 
-def measure(inputs: Inputs, tree: Opened) -> Measured:
-    """Measure what a step needs, of gradients in which entries may have been made 0.
+def measure(
+    rule: Choices, plan: Plan, trees: Sequence[OpenedTree], step: Step, original: OpenedTree
+) -> Measured:
+    """Measure what a step needs.
 
-    All that processes join goes in one packet with the sums of leaves.
+    All that processes exchange goes together with the first sum.
+
+    Parameters
+    ----------
+    rule : Rule
+    plan : Plan
+    trees : sequence of OpenedTree
+        The gradients, in which the policy ``"zero"`` may have replaced entries, and the parameters
+        if the limit needs them.
+    step : Step
+    original : OpenedTree
+        The gradients as they came in.
     """
-    rule, plan, original, params, step, _ = inputs
-    math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
-    collectives, sized = plan.collectives, "sizes" in needs or bool(power)
-    looks_at_entries = rule.nonfinite == "zero" and (
-        not math_.host or (collectives is not None and bool(collectives.mesh_groups))
-    )
+    math_, collectives = plan.math, plan.collectives
+    tree = trees[0]
+    measured_trees = trees if step.norm is None else trees[1:]
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
-        payload = Payload(
-            unsound=[_count_nonfinite(plan, original)] if looks_at_entries else None,
-            sizes=sizes_of(plan, tree) if sized and plan.sizes is None else None,
-        )
+        exchange = None
         if collectives is not None:
-            presence = rule.stateful or not plan.one_norm
-            payload = collectives.ask_for(
-                step.loss, payload, losses="loss" in needs, presence=presence
-            )
-        trees = [tree for tree in (tree if step.norm is None else None, params) if tree is not None]
-        at_once = _norms_at_once(plan, trees, rule.norm, payload)
-        if at_once is None:
-            norms, joined = norms_of(plan, trees, rule.norm, payload)
-        else:
-            norms, joined = [norms for norms, _ in at_once], payload
-        finite_norms = None
-        if at_once is not None and step.norm is None and not power:
-            finite_norms = at_once[0][1]
+            payload = _make_payload(rule, plan, tree, step, original)
+            exchange = Exchange(collectives, measured_trees, payload)
+        norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
+        reduced = None if exchange is None else exchange.finish()
+
         sizes = plan.sizes
-        if joined.sizes is not None:
-            sizes = divisors_of(plan, plan.join_blocks(joined.sizes), power)
-            plan.sizes = None if math_.compiled or collectives is not None else sizes
-        if sizes is not None:
-            sizes = (math_.constants(sizes[0]), math_.constants(sizes[1]))
-        if sizes is not None and power:
-            norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
+        if plan.counts_entries:
+            counts = count_entries(plan, tree) if reduced is None else reduced.sizes or []
+            sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
+        if sizes is not None and rule.norm.size_power:
+            finite_norms = None
+            divisors = math_.constants(sizes.divisors)
+            norms = [_divide(of_tree, divisors) for of_tree in norms]
+
+        of_gradients = norms[0] if step.norm is None else [_given_norm(plan, tree, step)]
+        of_gradients = math_.as_norms(of_gradients)
+        # A norm of ∞ is NaN for limits: a limit of ∞ would not clip. The derivative stays 1. A
+        # constant limit looks at no norm.
+        if finite_norms is None or step.norm is not None:
+            finite_norms = of_gradients
+            if rule.constant is None or math_.on_device:
+                finite_norms = [norm + (norm - norm) for norm in of_gradients]
+
+        present, loss, entries_finite = None, None, None
+        if reduced is not None and reduced.present is not None:
+            present = math_.as_norms([count > 0 for count in reduced.present])
+        if "loss" in rule.limit.needs:
+            loss = _find_loss(plan, tree, step.loss, reduced)
+        if rule.nonfinite == "zero":
+            entries_finite = _are_entries_finite(plan, original, reduced)
         return Measured(
-            norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
-            params=None if params is None else math_.as_norms(norms[-1]),
-            sizes=None if sizes is None else sizes[0],
-            present=None
-            if joined.present is None
-            else math_.as_norms([count > 0 for count in joined.present]),
-            loss=_find_loss(inputs, joined.losses) if "loss" in needs else None,
+            norms=of_gradients,
+            params=math_.as_norms(norms[-1]) if len(trees) > 1 else None,
+            sizes=None if sizes is None else math_.constants(sizes.counts),
+            present=present,
+            loss=loss,
             finite_norms=finite_norms,
-            entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
+            entries_finite=entries_finite,
         )
 
 
-def _count_nonfinite(plan: Plan, tree: Opened) -> Any:
+def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:
+    return [norm / divisor for norm, divisor in zip(norms, divisors, strict=True)]
+
+
+def _make_payload(
+    rule: Choices, plan: Plan, tree: OpenedTree, step: Step, original: OpenedTree
+) -> Payload:
+    """Return what processes exchange in a step beside sums."""
+    collectives: Any = plan.collectives
+    losses = collectives.loss_sums(step.loss) if "loss" in rule.limit.needs else None
+    # The host sees entries that are not finite in the norms, unless others hold shards of these.
+    unsound = None
+    if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
+        unsound = [_count_nonfinite(plan, original)]
+    present = None
+    if (rule.stateful or not plan.one_norm) and not collectives.divided:
+        present = plan.count_gradients()
+    sizes = count_entries(plan, tree) if plan.counts_entries else None
+    return Payload(losses, unsound, present, sizes)
+
+
+def _are_entries_finite(plan: Plan, original: OpenedTree, reduced: Payload | None) -> Flags | None:
+    """Return whether all entries are finite, ``None`` if nobody has looked at them."""
+    if reduced is not None:
+        return None if reduced.unsound is None else reduced.unsound[0] < 1
+    if plan.math.host:
+        return None
+    return _count_nonfinite(plan, original) < 1
+
+
+def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     """Return how many arrays have entries that are not finite."""
-    xp, dtype = plan.math.library.xp, plan.math.sum_dtype
-    arrays = [tree.arrays[number] for number in tree.leaf_info.present]
+    library, xp = plan.math.library, plan.math.library.xp
     counts = []
-    for array in arrays:
-        with plan.math.library.computation_context(array):
-            counts.append(xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype))
+    for number in tree.leaf_info.present:
+        array = tree.arrays[number]
+        # Arrays may lie on several devices, of which a library computes on one at a time.
+        with library.computation_context(array):
+            faulty = xp.logical_not(xp.all(xp.isfinite(array)))
+            counts.append(xp.astype(faulty, plan.math.sum_dtype))
     return plan.math.add(counts, "sum")
 
 
-def _find_loss(inputs: Inputs, sums: list[Any] | None) -> Any:
+def _find_loss(plan: Plan, tree: OpenedTree, loss: Any, reduced: Payload | None) -> Tensor | None:
     """Return the loss of a step where the norms are, the mean of all processes.
 
     ``None`` if there is none.
     """
-    plan, loss, first = inputs.plan, inputs.step.loss, inputs.tree.first
-    xp = plan.math.library.xp
-    if sums is not None:
-        loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
+    math_, library = plan.math, plan.math.library
+    if reduced is not None and reduced.losses is not None:
+        loss = mean_loss(library, loss, [math_.to_library(total) for total in reduced.losses])
     elif isinstance(loss, Loss):
         loss = loss.mean
     if loss is None:
         return None
-    loss = xp.asarray(plan.math.read_foreign(loss))
-    if not plan.math.host and first is not None:
-        loss = plan.math.library.to_device_of(first, loss)
-    loss = plan.math.library.detach(xp.astype(loss, xp.float32))
-    view = plan.math.view(loss)
+
+    xp = library.xp
+    loss = xp.asarray(math_.read_foreign(loss))
+    if not math_.host and tree.first is not None:
+        loss = library.to_device_of(tree.first, loss)
+    loss = library.detach(xp.astype(loss, xp.float32))
+    view = math_.view(loss)
     return np.asarray(float(loss), np.float32) if view is None else view
 
 
-def _given_norm(inputs: Inputs) -> Any:
-    """Return the norm of all leaves that was given, as measuring would return it;
-    refuse an invalid one.
-    """
-    plan, backend, [zero] = inputs.plan, inputs.tree.backend, zero_norms(inputs.plan, inputs.tree)
-    norm = backend.xp.asarray(plan.math.read_foreign(inputs.step.norm), dtype=zero.dtype)
+def _given_norm(plan: Plan, tree: OpenedTree, step: Step) -> Norms:
+    """Return a norm of all leaves that is an argument, as measuring would return it."""
+    backend = tree.backend
+    [zero] = zero_norms(plan, tree)
+    norm = backend.xp.asarray(plan.math.read_foreign(step.norm), dtype=zero.dtype)
     norm = backend.to_device_of(zero, norm)
     check_shape("norm", norm, zero)
-    if known_true(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
+    # NaN is a norm that was measured.
+    if known_true(backend, backend.xp.any(norm < 0)):
         msg = f"norm must be 0 or more, got {summarize(norm) if norm.shape else norm}"
         raise ValueError(msg)
     view = plan.math.view(zero + norm)
     return zero + norm if view is None else view
 
 
-def zero_norms(plan: Plan, tree: Opened) -> list[Any]:
+def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
     """Return zeros like the norms, in the library of the gradients."""
-    xp, (dtype, numpys) = plan.math.library.xp, plan.math.dtypes
+    xp = plan.math.library.xp
+    dtype, dtype_of_numpy = plan.math.dtypes
+    blocks = []
+    for block in plan.blocks:
+        rows = []
+        for group in block.groups:
+            if block.kept and group:
+                # Made of the gradient, so that it is sharded as the gradient is.
+                like = xp.zeros_like(tree.arrays[group[0]], dtype=dtype)
+                rows.append(xp.sum(like, axis=plan.axes[group[0]]))
+            else:
+                rows.append(plan.math.to_library(np.zeros((), dtype_of_numpy)))
+        blocks.append(plan.math.stack(rows))
+    return blocks
 
-    def zero(block: Block, group: tuple[int, ...]) -> Any:
-        if not (block.kept and group):
-            return plan.math.to_library(np.zeros((), numpys))
-        # Sharded as it is.
-        return xp.sum(xp.zeros_like(tree.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])
 
-    return [
-        plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks
-    ]
-
-
-def _norms_at_once(
-    plan: Plan, trees: list[Opened], norm: Norm, payload: Payload
-) -> list[Any] | None:
-    """Return the norms of each tree by block, and the same with NaN where they are not finite, if
-    they are made with their sums. ``None`` if something else is joined, or for other norms.
-    """
-    if plan.collectives is not None or norm.ord != 2 or plan.entries or not trees or any(payload):
-        return None
-    found = plan.math.norms_at_once(trees, [_terms(plan, tree, 2, None) for tree in trees])
-    if found is None:
-        return None
-    return [[plan.join_blocks(norms) for norms in of_tree] for of_tree in found]
+# Norms of sums.
 
 
 def norms_of(
-    plan: Plan, trees: list[Opened], norm: Norm, payload: Payload
-) -> tuple[list[list[Any]], Payload]:
-    """Return the norms of each tree by block, before they are divided by sizes;
-    and the packet, joined.
+    plan: Plan, trees: Sequence[OpenedTree], norm: Norm, exchange: Exchange | None
+) -> tuple[list[list[Any]], list[Any] | None]:
+    """Return the norms of each tree by block, before they are divided by sizes.
 
-    It decides whether sums are made again, and what is joined. Sums of entries up to float32 are
-    float64; others that may have overflowed or underflowed are made again in units of the largest
-    modulus of each norm.
+    Sums of entries up to float32 are float64; others that may have overflowed or underflowed are
+    made again in units of the largest modulus of each norm.
+
+    Returns
+    -------
+    norms : list of list of array
+    finite_norms : list of array or None
+        Those of the first tree with NaN where they are not finite, if the library has made them.
     """
+    if not trees:
+        return [], None
     p = math.inf if plan.entries else norm.ord
+    if p == 2 and exchange is None and plan.math.on_device:
+        terms = [_terms(plan, tree, 2, None) for tree in trees]
+        at_once = plan.math.norms_at_once(trees, terms)
+        if at_once is not None:
+            norms = [plan.join_blocks(of_tree) for of_tree, _ in at_once]
+            return norms, plan.join_blocks(at_once[0][1])
 
-    def roots(totals: list[Any]) -> list[Any]:
-        return [plan.math.round_to_norms(_root(plan, norm, total)) for total in totals]
-
-    def in_units(payload: Payload) -> tuple[list[Any], Payload]:
-        tops, _ = _join_sums(plan, trees, math.inf, None, Payload())
-        units = [_measure_unit(plan, top) for top in tops]
-        totals, payload = _join_sums(plan, trees, p, units, payload)
-        pairs = zip(units, totals, strict=True)
-        return [
-            plan.math.round_to_norms(unit * _root(plan, norm, total)) for unit, total in pairs
-        ], payload
-
-    exact = (
-        plan.math.narrow
-        and plan.math.double
-        and all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees])
-    )
-    if p == math.inf or not trees:
-        totals, _ = _join_sums(plan, trees, p, None, Payload())
-        norms = list(map(plan.math.round_to_norms, totals))
-        payload = _join_sums(plan, [], 1, None, payload)[1] if any(payload) else payload
-    elif p == 1 or (exact and p <= _EXACT_POWER):
-        totals, payload = _join_sums(plan, trees, p, None, payload)
-        norms = list(map(plan.math.round_to_norms, totals)) if p == 1 else roots(totals)
+    exact = plan.math.narrow and plan.math.double
+    for tree in trees:
+        exact = exact and tree.leaf_info.narrow and tree.leaf_info.double
+    if p in {1, math.inf}:
+        totals = _sum_powers(plan, trees, p, exchange)
+        found = [plan.math.round_to_norms(total) for total in totals]
+    elif exact and p <= _EXACT_POWER:
+        found = _roots(plan, norm, _sum_powers(plan, trees, p, exchange))
     elif p != 2 or plan.math.library.debug_infs():
-        norms, payload = in_units(payload)
+        found = _norms_in_units(plan, trees, norm, exchange)
     else:
-        totals, payload = _join_sums(plan, trees, 2, None, payload)
-        in_range = _are_in_range(plan, totals)
-        norms = plan.math.choose(in_range, lambda: roots(totals), lambda: in_units(Payload())[0])
+        totals = _sum_powers(plan, trees, 2, exchange)
+        found = plan.math.choose(
+            _are_in_range(plan, totals),
+            lambda: _roots(plan, norm, totals),
+            lambda: _norms_in_units(plan, trees, norm, exchange),
+        )
+    if len(trees) == 1:
+        return [found], None
     count = len(plan.norm_blocks)
-    return [norms[number * count : (number + 1) * count] for number in range(len(trees))], payload
+    return [found[:count], found[count:]], None
 
 
-def _are_in_range(plan: Plan, totals: list[Any]) -> Any:
+def _roots(plan: Plan, norm: Norm, totals: Sequence[Tensor]) -> list[Any]:
+    """Return the roots of sums as norms."""
+    return [plan.math.round_to_norms(_root(plan, norm, total)) for total in totals]
+
+
+def _norms_in_units(
+    plan: Plan, trees: Sequence[OpenedTree], norm: Norm, exchange: Exchange | None
+) -> list[Any]:
+    """Return norms measured in units of the largest modulus of each, whose powers stay in range."""
+    tops = _sum_powers(plan, trees, math.inf, exchange)
+    units = [_choose_unit(plan, top) for top in tops]
+    totals = _sum_powers(plan, trees, norm.ord, exchange, units)
+    norms = []
+    for unit, total in zip(units, totals, strict=True):
+        norms.append(plan.math.round_to_norms(unit * _root(plan, norm, total)))
+    return norms
+
+
+def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
     """Return whether no sum of squares may have overflowed or underflowed."""
     least, most = _FITS if plan.math.double else FITS
-    zero = 0.0 if plan.math.host else -1.0  # where the host reads, the sum of zeros alone is 0
-    return plan.math.all(
-        [((total > least) | (total == zero)) & (total <= most) for total in totals]
-    )
+    # If the host reads, the sum of zeros alone is 0.
+    zero: Any = 0.0 if plan.math.host else -1.0
+    in_range = [((total > least) | (total == zero)) & (total <= most) for total in totals]
+    return plan.math.all(in_range)
 
 
-def _root(plan: Plan, norm: Norm, total: Any) -> Any:
-    """Return the root of sums, with derivatives where they are wanted."""
+def _root(plan: Plan, norm: Norm, total: Tensor) -> Tensor:
+    """Return the root of sums, with derivatives if they are wanted."""
     if isinstance(total, NUMPY):
         return np.sqrt(total) if norm.ord == 2 else np.power(total, 1 / norm.ord)
     if norm.ord != 2:
@@ -258,113 +310,72 @@ def _root(plan: Plan, norm: Norm, total: Any) -> Any:
     return plan.math.library.fast_values(_sqrt, L2.root)(total)
 
 
-def _sqrt(xp: Any, total: Any) -> Any:
+def _sqrt(xp: Namespace, total: Tensor) -> Tensor:
     """Return the root, whose derivative is infinite at 0."""
     return xp.sqrt(total)
 
 
-def _measure_unit(plan: Plan, top: Any) -> Any:
-    """Return the unit in which a norm is measured, given the largest modulus: detached,
-    as no norm depends on it.
-    """
+def _choose_unit(plan: Plan, top: Tensor) -> Tensor:
+    """Return the unit in which a norm is measured, given its largest modulus."""
     xp = np if isinstance(top, NUMPY) else plan.math.library.xp
-    # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second
-    # derivative overflows.
+    # Between these bounds its reciprocal is a normal number, too; that of zeros is 1, or their
+    # second derivative overflows.
     low, high = (2.3e-308, 4e307) if plan.math.double else (1.2e-38, 8e37)
     unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
+    # No norm depends on its unit.
     return unit if xp is np else plan.math.library.detach(unit)
 
 
-def _join_sums(
-    plan: Plan, trees: list[Opened], p: float, units: list[Any] | None, payload: Payload
-) -> tuple[list[Any], Payload]:
-    """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree,
-    and the packet, joined.
-    """
-    count = len(plan.norm_blocks)
-    by = [None] * len(trees) if units is None else in_groups(units, [count] * len(trees))
-    terms = [_terms(plan, tree, p, of_tree) for tree, of_tree in zip(trees, by, strict=True)]
-    if plan.collectives is not None:
-        return plan.collectives.rows(trees, terms, payload)
-    rows = []
-    for tree, added in zip(trees, terms, strict=True):
-        of_tree = plan.math.sums(tree, added)
-        rows += of_tree if plan.shapes is None else plan.join_blocks(of_tree)
-    return rows, payload
+def _sum_powers(
+    plan: Plan,
+    trees: Sequence[OpenedTree],
+    p: float,
+    exchange: Exchange | None,
+    units: list[Any] | None = None,
+) -> list[Any]:
+    """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree."""
+    terms = []
+    for number, tree in enumerate(trees):
+        of_tree = None
+        if units is not None:
+            count = len(plan.norm_blocks)
+            of_tree = units[number * count : (number + 1) * count]
+        terms.append(_terms(plan, tree, p, of_tree))
+    if exchange is not None:
+        return exchange.reduce_sums(terms)
+
+    sums: list[Any] = []
+    for tree, terms_of_tree in zip(trees, terms, strict=True):
+        blocks = plan.math.sums(tree, terms_of_tree)
+        sums += blocks if plan.shapes is None else plan.join_blocks(blocks)
+    return sums
 
 
-def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> Terms:
+def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Tensor] | None) -> Terms:
     """Return what is added up of a tree; a norm without gradients is that of a zero."""
-    held = [*tree.arrays, plan.math.zero_like(tree.first)] if -1 in plan.order else tree.arrays
-    arrays = [held[number] for number in plan.order]
+    leaves = tree.arrays
+    if -1 in plan.order:
+        leaves = [*leaves, plan.math.zero_like(tree.first)]
+    arrays = [leaves[number] for number in plan.order]
     axes = plan.along and [plan.along[number] for number in plan.order]
-    if units is not None:
-        blocks = plan.split_blocks(units)
-        rows = [row for unit in blocks for row in plan.math.backend.unstack(unit)]
-        each = [row for row, count in zip(rows, plan.counts, strict=True) for _ in range(count)]
-        every = zip(each, arrays, axes or [None] * len(arrays), strict=True)
-        units = [expand_to_leaf(plan.math.library, *arguments) for arguments in every]
     weigh = None if plan.collectives is None else plan.collectives.weigher(tree, p)
-    return Terms(arrays, plan.counts, plan.heights, axes, p, units, weigh)
+    divisors = None if units is None else _expand_units(plan, units, arrays, axes)
+    return Terms(arrays, plan.counts, plan.heights, axes, p, divisors, weigh)
 
 
-def sizes_of(plan: Plan, tree: Opened) -> list[Any]:
-    """Return the number of entries of each norm, ``(k, 1, ...)`` for each block, in this process;
-    copies count once.
-    """
-    counts = {n: _count_entries(plan, tree, n) for n in plan.order if n >= 0}
-    counts = counts if plan.collectives is None else plan.collectives.count_once(counts)
-    return [
-        _add_counts(plan, block, [[counts[n] for n in group] for group in block.groups])
-        for block in plan.blocks
-    ]
-
-
-def _count_entries(plan: Plan, tree: Opened, number: int) -> Any:
-    """Return the number of entries of a leaf that share a norm,
-    also of those that are not stored.
-    """
-    leaf, wrapped, axes, xp = (
-        tree.leaves[number],
-        tree.wrapped.get(number),
-        plan.axes[number],
-        plan.math.library.xp,
-    )
-    shape = leaf.shape if wrapped is None or wrapped.shape is None else wrapped.shape
-    if getattr(shape, "rank", 0) is None or any([length is None for length in shape]):
-        if tree.is_sparse(number):
-            msg = (
-                f"{tree.place(number)} is sparse, and does not tell the size to average over: "
-                "give it a dense_shape"
-            )
-            raise ValueError(msg)
-        return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
-    # not a generator: torch.compile
-    return math.prod(shape if axes is None else [shape[axis] for axis in axes])
-
-
-def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
-    """Return the sum of the counts of each norm of a block."""
-    xp, shape = plan.math.library.xp, (len(counts), *(1,) * (block.kept or 0))
-    if all([isinstance(count, (int, float)) for group in counts for count in group]):
-        return np.reshape(np.asarray([sum(group) for group in counts], np.float64), shape)
-    rows = [
-        plan.math.add([xp.astype(xp.asarray(count), plan.math.sum_dtype) for count in group], "sum")
-        for group in counts
-    ]
-    return xp.reshape(plan.math.stack(rows), shape)
-
-
-def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-    """Return numbers of entries in the dtype of the norms, and what norms are divided by: NumPy's
-    arrays, where the sizes are.
-    """
-    counts, by = [], []
-    for size in sizes:
-        xp = np if isinstance(size, np.ndarray) else plan.math.library.xp
-        counts.append(plan.math.round_to_norms(size))
-
-        # The norm of no entries is 0, and stays 0.
-        divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size)))
-        by.append(divisor**power)
-    return counts, by
+def _expand_units(
+    plan: Plan, units: Sequence[Tensor], arrays: Sequence[Any], axes: Sequence[Any] | None
+) -> list[Any]:
+    """Return for each array the unit of its norm, in a shape that broadcasts against it."""
+    rows: list[Any] = []
+    for of_block in plan.split_blocks(units):
+        rows += plan.math.backend.unstack(of_block)
+    expanded = []
+    position = 0
+    for row, count in zip(rows, plan.counts, strict=True):
+        for _ in range(count):
+            covered = None if axes is None else axes[position]
+            unit = expand_to_leaf(plan.math.library, row, arrays[position], covered)
+            expanded.append(unit)
+            position += 1
+    return expanded

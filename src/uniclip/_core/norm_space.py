@@ -8,12 +8,12 @@ After the sums of leaves, only what is here makes, converts, rounds and branches
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from uniclip._core.tree import Opened
+from uniclip._core.tree import OpenedTree
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
 from uniclip.backends.base import (
     HOST,
@@ -21,10 +21,10 @@ from uniclip.backends.base import (
     NUMPY,
     RECORDED,
     TRACED,
+    LeafInfo,
     Op,
     Terms,
     cast,
-    norm_dtype,
     stack_arrays,
 )
 
@@ -32,40 +32,41 @@ from uniclip.backends.base import (
 class NormSpace:
     """Where the norms of a plan lie, and what is done with them, whatever leaves they are of."""
 
-    def __init__(self, given: Opened, mode: int, *, narrow: bool) -> None:
-        leaf_info, library = given.leaf_info, given.backend
-        self.library, self.mode, self.host = library, mode, mode == HOST
-        """The backend of the gradients.
-
-        The mode of the step; whether norms, limits and factors are NumPy's arrays.
-        """
+    def __init__(self, leaf_info: LeafInfo, mode: int, device: Any, *, narrow: bool) -> None:
+        library = leaf_info.backend
+        self.library: Backend = library
+        """The backend of the gradients."""
+        self.mode = mode
+        """The mode of the step."""
+        self.device = device
+        """The device of the norms in their library."""
+        self.host = mode == HOST
+        """Whether norms, limits and factors are NumPy's arrays."""
         self.backend: Backend = DEFAULT if self.host else library
         """The backend of norms, limits and factors."""
         self.xp = self.backend.xp
         self.compiled = mode == TRACED
-        """Whether the step is compiled or transformed: there are no values,
-        and nothing is remembered.
-        """
+        """Whether the step is traced: there are no values, and nothing may be kept."""
         self.on_device = mode == LIBRARY
         """Whether an accelerator has the values, and starts a kernel for each operation."""
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
-        self.device = leaf_info.device if given.first is None else library.device(given.first)
+
         self.double = leaf_info.double
         """Whether sums are float64."""
         self.sum_dtype = library.xp.float64 if self.double else library.xp.float32
         """The dtype of sums, of the library."""
         self.narrow = narrow
         """Whether all squares fit into float64, in all processes."""
-        dtype = leaf_info.dtype if narrow or not leaf_info.narrow else library.xp.float64
+        dtype = leaf_info.dtype
+        if leaf_info.narrow and not narrow:
+            dtype = library.xp.float64
         numpys = {library.xp.float32: np.float32, library.xp.float64: np.float64}
-        self.dtypes = dtype, numpys.get(dtype, dtype)
+        self.dtypes = (dtype, numpys.get(dtype, dtype))
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
-        arrays = [given.arrays[number] for number in leaf_info.present]
-        largest = [float(library.xp.finfo(norm_dtype(library.xp, [array])).max) for array in arrays]
-        self.largest_factor = min(largest or [self.largest_norm])
+        self.largest_factor = min(self.largest_norm, leaf_info.largest_factor)
         """The largest factor that all leaves can be multiplied by."""
 
     def at_host(self) -> NormSpace:
@@ -75,7 +76,7 @@ class NormSpace:
         new.xp, new.mode, new.host, new.device = DEFAULT.xp, HOST, True, None
         return new
 
-    def sums(self, tree: Opened, terms: Terms) -> list[Any]:
+    def sums(self, tree: OpenedTree, terms: Terms) -> list[Any]:
         """Return the sums of each block's norms.
 
         No derivatives are recorded with respect to parameters.
@@ -83,7 +84,9 @@ class NormSpace:
         mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
         return self.library.sums(mode, terms) if terms.arrays else []
 
-    def norms_at_once(self, trees: list[Opened], terms: list[Terms]) -> list[Any] | None:
+    def norms_at_once(
+        self, trees: Sequence[OpenedTree], terms: Sequence[Terms]
+    ) -> list[Any] | None:
         """Return for each tree its norms, and the same with NaN where they are not finite, if the
         library makes them with their sums.
         """

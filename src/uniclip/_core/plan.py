@@ -1,39 +1,62 @@
 # SPDX-License-Identifier: MIT
-"""Which leaves share a norm, and how norms are stacked: cached for one rule and one tree structure.
+"""Cached metadata for one rule and one tree structure: which leaves share a norm, and how norms are
+batched.
 
-A plan holds no gradient.
+A plan holds no gradient, and a step never writes into it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from uniclip._core.collectives import Collectives, Reduction
 from uniclip._core.norm_space import NormSpace
-from uniclip._core.tree import Opened, place
+from uniclip._core.sizes import Sizes, count_entries, needs_sizes, sizes_of_counts
+from uniclip._core.tree import OpenedTree, place
 from uniclip._errors import check, stable, summarize
-from uniclip._types import Path
+from uniclip._types import Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes
-from uniclip.scopes import Scope, everything
+from uniclip.backends.base import TRACED, Axes, LeafInfo
+from uniclip.scopes import Scope, all_leaves, everything
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
 
+Label: TypeAlias = Hashable
+"""The label of a group in the scope, or the number of a leaf that has a norm by itself."""
+Groups: TypeAlias = dict[Label, list[int]]
+"""The numbers of the leaves of each group."""
+
 PLAN_CACHE_SIZE = 64
 """The number of plans that a rule keeps."""
-_STACKED = 2**16
+MAX_STACKED_NORMS = 2**16
 """The largest number of norms with kept axes that are stacked into one array."""
-_ENTRIES_OF_NORM = 8
+MIN_ENTRIES_PER_NORM = 8
 """How many entries each norm must have on average for all norms to be copied into one vector."""
+
+
+class RuleCache:
+    """What a rule keeps between steps: made with the rule, bounded, and never compared or copied.
+
+    Threads may share it: an entry that two of them make at once is made twice, and one is kept.
+    """
+
+    __slots__ = ("plans", "reductions")
+
+    def __init__(self) -> None:
+        self.plans: dict[Hashable, Plan] = {}
+        """The plan for each structure of trees, see `plan_for`."""
+        self.reductions: dict[Hashable, Reduction] = {}
+        """What processes have agreed on for each ``all_reduce``, see `reduction_of`."""
 
 
 class Block(NamedTuple):
@@ -41,7 +64,7 @@ class Block(NamedTuple):
 
     groups: tuple[tuple[int, ...], ...]
     """The numbers of the leaves of each group that are present."""
-    labels: tuple[Any, ...]
+    labels: tuple[Label, ...]
     """For each group, its label in the scope or the number of its leaf."""
     kept: int | None = 0
     """The number of kept axes of each norm; ``None`` if all its gradients are absent."""
@@ -53,201 +76,160 @@ class Block(NamedTuple):
         return flags if any(flags) else ()
 
 
-def plan_of(
+def plan_for(
     rule: Choices,
-    given: Opened,
+    trees: Sequence[OpenedTree],
     mode: int,
     reduction: Reduction | None = None,
-    params: Opened | None = None,
+    *,
+    separate: bool = False,
 ) -> Plan:
-    """Return the plan of a rule for an opened tree, one that was made before if possible.
+    """Return the plan of a rule for opened gradients, and for their parameters if they are measured.
 
-    Traced code makes it anew.
+    It is made once for each structure. Traced code makes a plan each time it is traced.
 
-    ``params`` are the parameters that are measured, too.
+    Parameters
+    ----------
+    rule : Rule
+    trees : sequence of OpenedTree
+        The gradients, and the parameters if the limit needs them.
+    mode : int
+        The mode of the step.
+    reduction : Reduction, optional
+        What the processes of an ``all_reduce`` have agreed on.
+    separate : bool, default False
+        Keep the norms of leaves in arrays of their own, for a limit with the shape of such norms.
     """
-    trees = [given] if params is None else [given, params]
-    shards = tuple([tuple(tree.shards.items()) for tree in trees if tree.wrapped])
-    shapes = tuple(given.shapes()) if rule.by_shape and mode != TRACED else None
-    key: Any = (
-        given.spec,
-        given.leaf_info,
-        mode,
-        shapes,
-        shards,
-        reduction,
-        reduction and (reduction.narrow, reduction.checked),
-    )
-    plan = None if mode == TRACED else rule.plans.get(key)
-    if plan is not None:
-        return plan
-    with given.backend.computation_context(given.first):
-        plan = Plan(rule, given, mode, reduction, [tree.shards for tree in trees])
-    if mode != TRACED:
-        if len(rule.plans) >= PLAN_CACHE_SIZE:
-            rule.plans.clear()
-        rule.plans[key] = plan
+    tree = trees[0]
+    if mode == TRACED:
+        return make_plan(rule, trees, mode, reduction, separate=separate)
+
+    # Shards are part of the key: which processes hold a leaf changes what is reduced.
+    shapes = tuple(tree.shapes()) if rule.by_shape else None
+    shards = tuple([tuple(one.shards.items()) for one in trees if one.wrapped])
+    key = (tree.spec, tree.leaf_info, mode, shapes, shards, reduction, separate)
+    plans = rule.cache.plans
+    plan = plans.get(key)
+    if plan is None:
+        plan = make_plan(rule, trees, mode, reduction, separate=separate)
+        if len(plans) >= PLAN_CACHE_SIZE:
+            plans.clear()
+        plans[key] = plan
     return plan
 
 
+def make_plan(
+    rule: Choices,
+    trees: Sequence[OpenedTree],
+    mode: int,
+    reduction: Reduction | None,
+    *,
+    separate: bool,
+) -> Plan:
+    """Find which leaves share a norm, which norms form an array, and what processes reduce."""
+    tree = trees[0]
+    math_ = norm_space_of(tree, mode, reduction)
+    everywhere = has_absent_rows(rule, tree, reduction)
+    members = group_leaves(rule, tree, everywhere=everywhere)
+    _check_labels(rule, tree, members, reduction)
+
+    axes: list[Axes] = [None] * len(tree.leaves)
+    if rule.scope.axes is not None:
+        axes = [_covered_axes(tree, rule.scope, number) for number in range(len(tree.leaves))]
+        for group in members.values():
+            _check_equal_shapes(tree, axes, group)
+    if rule.stateful:
+        raise_if_rows(tree, axes, rule, "keeps state")
+
+    blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
+    plan = Plan(math_, rule.scope, tree.spec, blocks, axes, members)
+    _add_collectives(plan, rule, trees, reduction)
+    if not separate:
+        plan.shapes = _shapes_of_vector(plan, rule, tree)
+    plan.norm_blocks = plan.blocks if plan.shapes is None else [_joined(plan.blocks)]
+    plan.counts_entries = needs_sizes(rule.limit, rule.norm)
+    if plan.counts_entries and not math_.compiled and plan.collectives is None:
+        plan.counts_entries = False
+        with nullcontext() if math_.host else math_.library.allow_float64():
+            counts = plan.join_blocks(count_entries(plan, tree))
+            plan.sizes = sizes_of_counts(plan, counts, rule.norm.size_power)
+    return plan
+
+
+def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
+    """Return the plan of a single norm over all leaves, whatever these are, for a report."""
+    math_ = NormSpace(leaf_info, mode, device, narrow=True)
+    plan = Plan(math_, all_leaves, None, [Block(((0,),), (None,))], [None], {None: [0]})
+    plan.norm_blocks = plan.blocks
+    return plan
+
+
+def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> NormSpace:
+    """Return where the norms of opened gradients are computed."""
+    info, first = tree.leaf_info, tree.first
+    device = info.device if first is None else info.backend.device(first)
+    narrow = info.narrow and (reduction is None or reduction.narrow)
+    return NormSpace(info, mode, device, narrow=narrow)
+
+
 class Plan:
-    """What is the same at every step; made by `plan_of`."""
+    """The norms of one rule on trees of one structure; made by `plan_for`."""
 
-    def __init__(
-        self, rule: Choices, given: Opened, mode: int, reduction: Reduction | None, shards: Any
+    def __init__(  # noqa: PLR0913, PLR0917 - made in one place
+        self,
+        math_: NormSpace,
+        scope: Scope,
+        spec: Any,
+        blocks: list[Block],
+        axes: list[Axes],
+        members: Groups,
     ) -> None:
-        leaf_info, scope = given.leaf_info, rule.scope
-        self.math = NormSpace(
-            given, mode, narrow=leaf_info.narrow and (reduction is None or reduction.narrow)
-        )
-        """Where its norms lie."""
-        self.leaf_info, self.scope, self.spec = leaf_info, scope, given.spec
-        self._divide(rule, given, reduction)
-        collectives = (
-            Collectives(self, given, reduction, shards)
-            if reduction is not None or any(shards)
-            else None
-        )
-        self.collectives = collectives
-        """How processes join what is measured, ``None`` if this one has all of it."""
-        if collectives is not None and collectives.divided and rule.stateful:
-            msg = (
-                f"{summarize(rule)} remembers norms along axes, and some of these axes are divided "
-                "among processes, so that its state would differ from process to process: take a "
-                "scope of whole leaves, such as uc.scopes.each_leaf, or a limit without memory"
-            )
-            raise ValueError(msg)
-        self.sizes: tuple[list[Any], list[Any]] | None = None
-        """The numbers of entries of its norms, and what these are divided by,
-        once a step has counted them.
-        """
-        self.shapes = self._shapes(rule, given)
-        """The shapes of the blocks, if their norms are one vector between sums and products."""
-        self.norm_blocks = self._joined_blocks()
-        """The blocks of norms between sums and products."""
-        # Parts without a reduction are refused.
-        if reduction is None and self.math.compiled and scope.axes is None:
-            present = leaf_info.present
-            given.backend.replicas(
-                [given.arrays[n] for n in present], None, None, lambda n: given.place(present[n])
-            )
-
-    def _divide(self, rule: Choices, given: Opened, reduction: Reduction | None) -> None:
-        """Find out which leaves share a norm, and which norms form an array."""
-        leaf_info, scope = self.leaf_info, self.scope
-        missing = bool(given.shards) and len(leaf_info.present) < len(given.leaves)
-        everywhere = rule.stateful or reduction is not None or missing
-        members = _groups(
-            given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere
-        )
-        labelled = scope.label not in {None, everything}
-        alone = reduction is None and len(leaf_info.present) == len(given.leaves)
-        if labelled and alone and is_new(rule):
-            answers = [label for label, numbers in members.items() for _ in numbers]
-            check_answers_differ("scopes.groups(label)", scope.label, given.paths(), answers)
-            rule.tells_apart.append(True)
-        groups = {
-            label: [n for n in numbers if given.leaves[n] is not None]
-            for label, numbers in members.items()
-        }
-        self.one_norm = scope.label is everything and scope.axes is None
-        """Whether there is one norm for all leaves."""
-        self.axes: list[Axes] = [None] * len(given.leaves)
+        self.math = math_
+        """Where its norms are computed."""
+        self.scope = scope
+        self.spec = spec
+        """The structure of the tree."""
+        self.blocks = blocks
+        """The arrays of norms, and the groups of leaves that each has a row for."""
+        self.axes = axes
         """The axes of each leaf that its norms cover, ``None`` for all."""
-        for number in range(len(given.leaves)) if scope.axes is not None else ():
-            self.axes[number] = _axes(given, scope, number)
-        for group in groups.values() if scope.axes is not None else ():
-            _raise_if_unequal(given, self.axes, group)
-        if rule.stateful:
-            raise_if_rows(given, self.axes, rule, "remembers something")
-        self.blocks = self._blocks(rule, given, groups, everywhere=everywhere)
-        self.members = [members[label] for block in self.blocks for label in block.labels]
+        self.one_norm = is_one_norm(scope)
+        """Whether there is one norm for all leaves."""
+        self.members = [members[label] for block in blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
-        self.places = {
-            n: (b, row)
-            for b, block in enumerate(self.blocks)
-            for row, group in enumerate(block.groups)
-            for n in group
-        }
-        """For each leaf, the block and the row of its norm."""
-        self.entries = (
-            scope.axes is not None
-            and all([axes == () for axes in self.axes])
-            and all([len(g) == 1 for g in groups.values()])
-        )
-        """Whether each norm is the modulus of an entry, whatever its order."""
-        self.order = [n for block in self.blocks for group in block.groups for n in group or [-1]]
+
+        groups = [group for block in blocks for group in block.groups]
+        self.order = [number for group in groups for number in group or [-1]]
         """The leaves of each norm in a row, -1 for a norm without gradients."""
-        self.counts = [len(group) or 1 for block in self.blocks for group in block.groups]
+        self.counts = [len(group) or 1 for group in groups]
         """How many of them each norm has."""
-        self.heights = [len(block.groups) for block in self.blocks]
+        self.heights = [len(block.groups) for block in blocks]
         """How many norms each block has."""
-        self.along = None if scope.axes is None else [*self.axes, None]
+        self.places: dict[int, tuple[int, int]] = {}
+        """For each leaf, the block and the row of its norm."""
+        for number, block in enumerate(blocks):
+            for row, group in enumerate(block.groups):
+                for leaf in group:
+                    self.places[leaf] = (number, row)
+
+        self.along = None if scope.axes is None else [*axes, None]
         """The axes of each leaf, and behind them those of a norm without gradients."""
+        each_alone = all([len(group) <= 1 for group in groups])
+        self.entries = scope.axes is not None and each_alone and all([a == () for a in axes])
+        """Whether each norm is the modulus of an entry, whatever its order."""
 
-    # Which leaves share a norm.
+        self.collectives: Collectives | None = None
+        """What is reduced over processes; ``None`` if this one has all of it."""
+        self.shapes: list[tuple[int, ...]] | None = None
+        """The shapes of the blocks, if their norms are one vector between sums and products."""
+        self.norm_blocks: list[Block] = []
+        """The blocks of norms between sums and products."""
+        self.sizes: Sizes | None = None
+        """The numbers of entries of its norms, if they are needed and known."""
+        self.counts_entries = False
+        """Whether each step counts the entries of its norms."""
 
-    def _blocks(
-        self, rule: Choices, given: Opened, groups: dict[Hashable, list[int]], *, everywhere: bool
-    ) -> list[Block]:
-        # Compilers take long for each row taken out of an array of norms.
-        apart = self.math.separate and not (rule.stateful or self.scope.label is everything)
-        alike: dict[Hashable, list[Hashable]] = {}
-        for number, (label, group) in enumerate(groups.items()):
-            kind: Hashable = None
-            if apart:
-                kind = number
-            elif self.scope.axes is not None:
-                stacked = len(group) == 1 and not everywhere and not self.math.compiled
-                kind = _stacking_key(given, group[0], self.axes[group[0]]) if stacked else None
-                kind = number if kind is None else kind
-            alike.setdefault(kind, []).append(label)
-        return [
-            Block(
-                tuple([tuple(groups[label]) for label in labels]),
-                tuple(labels),
-                self._kept_axes(given, groups[labels[0]]),
-            )
-            for labels in alike.values()
-        ]
-
-    def _shapes(self, rule: Choices, given: Opened) -> list[tuple[int, ...]] | None:
-        """Return the shape of each block if all norms can be one vector, else ``None``.
-
-        An accelerator then runs each operation on norms once, not for each block. Its host would
-        otherwise start hundreds of kernels for the rows of a large model.
-        """
-        if not self.math.on_device or len(self.blocks) < 2 or self.collectives is not None:
-            return None
-        if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
-            return None
-        if any([len(group) != 1 for block in self.blocks for group in block.groups]):
-            return None
-
-        arrays = [given.arrays[number] for number in self.order]
-        devices = {given.backend.device(array) for array in arrays}
-        if len(devices) > 1 or not all([given.backend.stacks(array) for array in arrays]):
-            return None
-        shapes = []
-        for block in self.blocks:
-            [number] = block.groups[0]
-            covered = self.axes[number]
-            lengths = given.arrays[number].shape if covered is not None else ()
-            kept = [length for axis, length in enumerate(lengths) if axis not in (covered or ())]
-            shapes.append((len(block.groups), *kept))
-        norms = sum(map(math.prod, shapes))
-        entries = sum([math.prod(array.shape) for array in arrays])
-        # Norms of single entries would take as much memory as the gradients.
-        return shapes if norms * _ENTRIES_OF_NORM <= entries else None
-
-    def _joined_blocks(self) -> list[Block]:
-        """Return the blocks of norms between sums and products: one if they are one vector."""
-        if self.shapes is None:
-            return self.blocks
-        groups = [group for block in self.blocks for group in block.groups]
-        return [Block(tuple(groups), tuple([n for block in self.blocks for n in block.labels]))]
-
-    def join_blocks(self, blocks: Sequence[Any]) -> list[Any]:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> list[Any]:
         """Return an array for each block of norms as one vector of all; see `shapes`."""
         if self.shapes is None:
             return list(blocks)
@@ -266,29 +248,13 @@ class Plan:
         [vector] = blocks
         if not getattr(vector, "shape", ()) or vector.shape[0] == 1:
             return [vector] * len(self.blocks)
-        ends = list(accumulate(map(math.prod, self.shapes)))
+        ends = accumulate(map(math.prod, self.shapes))
         return [
             self.math.xp.reshape(vector[end - math.prod(shape) : end], shape)
             for end, shape in zip(ends, self.shapes, strict=True)
         ]
 
-    def with_blocks_apart(self) -> Plan:
-        """Return the plan for a limit that has the shape of the norms of a leaf."""
-        plan = copy.copy(self)
-        plan.shapes = None
-        plan.norm_blocks = plan.blocks
-        return plan
-
-    def _kept_axes(self, given: Opened, group: Sequence[int]) -> int | None:
-        """Return the number of kept axes of the norm of a group, ``None`` if unknown."""
-        if self.scope.axes is None:
-            return 0
-        if not group:
-            return None
-        covered = self.axes[group[0]]
-        return 0 if covered is None else len(given.arrays[group[0]].shape) - len(covered)
-
-    def gradients(self) -> list[Any]:
+    def count_gradients(self) -> list[Any]:
         """Return how many gradients each norm has in this process, an array for each block."""
         return [np.asarray([float(len(group)) for group in block.groups]) for block in self.blocks]
 
@@ -312,14 +278,11 @@ class Plan:
     def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
         """Return a value for each group that is present.
 
-        Processes that are joined have all named ones.
+        Named groups of several processes are all there: another one may have their gradients.
         """
+        joined = self.collectives is not None and self.collectives.reduction is not None
+        everywhere = joined and self.scope.label is not None
         rows: dict[Any, Any] = {}
-        everywhere = (
-            self.collectives is not None
-            and self.collectives.reduction is not None
-            and self.scope.label is not None
-        )
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
                 if group or everywhere:
@@ -327,42 +290,201 @@ class Plan:
         return rows
 
     @property
-    def names(self) -> list[str]:
-        """The groups or leaves of all norms by name, for processes that compare them."""
-        if self.scope.label is not None:
-            return list(map(_text, self.labels))
-        return [stable(place("", path)) for path in self.spec.paths()]
-
-    @property
     def labels(self) -> list[Any]:
         """The labels of all groups in their order."""
         labels = [label for block in self.blocks for label in block.labels]
-        return labels if self.scope.label in {None, everything} else sorted(labels, key=_text)
+        if self.scope.label in {None, everything}:
+            return labels
+        return sorted(labels, key=_text)
+
+
+# Which leaves share a norm.
+
+
+def is_one_norm(scope: Scope) -> bool:
+    """Return whether a scope has one norm for all leaves."""
+    return scope.label is everything and scope.axes is None
+
+
+def has_absent_rows(rule: Choices, tree: OpenedTree, reduction: Reduction | None) -> bool:
+    """Return whether norms have a row even if all of their gradients are absent.
+
+    A state has a row for each norm, and other processes may have the gradient.
+    """
+    has_absent = len(tree.leaf_info.present) < len(tree.leaves)
+    return rule.stateful or reduction is not None or (has_absent and bool(tree.shards))
+
+
+def group_leaves(rule: Choices, tree: OpenedTree, *, everywhere: bool) -> Groups:
+    """Return the numbers of the leaves that share a norm, absent ones too, by label.
+
+    With ``everywhere`` groups without any gradient have a norm, too.
+    """
+    label = rule.scope.label
+    if label is everything:
+        return {None: list(range(len(tree.leaves)))}
+    if label is None:
+        return {n: [n] for n, leaf in enumerate(tree.leaves) if everywhere or leaf is not None}
+
+    groups: Groups = {name: [] for name in rule.limit.groups} if everywhere else {}
+    for number, (path, leaf) in enumerate(zip(tree.paths(), tree.leaves, strict=True)):
+        if leaf is None and not everywhere:
+            continue
+        of_leaf = label_of(label, path, leaf, place(tree.name, path))
+        groups.setdefault(of_leaf, []).append(number)
+
+    # Sorted, since processes may meet the labels in different orders.
+    return dict(sorted(groups.items(), key=lambda group: _text(group[0])))
+
+
+def names_of_norms(rule: Choices, tree: OpenedTree) -> list[str]:
+    """Return the groups or leaves of all norms by name, for processes that compare them."""
+    if rule.scope.label is None:
+        return [stable(place("", path)) for path in tree.spec.paths()]
+    return [_text(label) for label in group_leaves(rule, tree, everywhere=True)]
 
 
 def _text(label: Any) -> str:
     return stable(repr(label))
 
 
-def _groups(
-    given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bool
-) -> dict[Hashable, list[int]]:
-    """Return the numbers of the leaves that share a norm, absent ones too,
-    by the label of their group.
+def _check_labels(
+    rule: Choices, tree: OpenedTree, members: Groups, reduction: Reduction | None
+) -> None:
+    """Raise if a label looks for names that the leaves do not have, the first time it is used."""
+    labelled = rule.scope.label not in {None, everything}
+    complete = reduction is None and len(tree.leaf_info.present) == len(tree.leaves)
+    if labelled and complete and is_new(rule):
+        answers = [label for label, numbers in members.items() for _ in numbers]
+        check_answers_differ("scopes.groups(label)", rule.scope.label, tree.paths(), answers)
+        rule.tells_apart.append(True)
 
-    ``everywhere`` tells that absent gradients have rows.
+
+def _stack_norms(  # noqa: PLR0913 - made in one place
+    rule: Choices,
+    tree: OpenedTree,
+    members: Groups,
+    axes: list[Axes],
+    math_: NormSpace,
+    *,
+    everywhere: bool,
+) -> list[Block]:
+    """Return the blocks of norms: as few arrays as there can be, so that few operations are."""
+    # Compilers take long for each row taken out of an array of norms.
+    separate = math_.separate and not (rule.stateful or rule.scope.label is everything)
+    can_stack = not (everywhere or math_.compiled)
+    present = {}
+    alike: dict[Hashable, list[Label]] = {}
+    for number, (label, leaves) in enumerate(members.items()):
+        group = tuple([n for n in leaves if tree.leaves[n] is not None])
+        present[label] = group
+        key: Hashable = None
+        if separate:
+            key = number
+        elif rule.scope.axes is not None:
+            if can_stack and len(group) == 1:
+                key = _stacking_key(tree, group[0], axes[group[0]])
+            key = number if key is None else key
+        alike.setdefault(key, []).append(label)
+
+    blocks = []
+    for labels in alike.values():
+        groups = tuple([present[label] for label in labels])
+        blocks.append(Block(groups, tuple(labels), _count_kept(rule.scope, tree, groups[0], axes)))
+    return blocks
+
+
+def _count_kept(
+    scope: Scope, tree: OpenedTree, group: Sequence[int], axes: list[Axes]
+) -> int | None:
+    """Return the number of kept axes of the norm of a group, ``None`` if unknown."""
+    if scope.axes is None:
+        return 0
+    if not group:
+        return None
+    covered = axes[group[0]]
+    return 0 if covered is None else len(tree.arrays[group[0]].shape) - len(covered)
+
+
+def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
+    """Return a key that must be equal for norms with axes to be stacked,
+    ``None`` if they must not be.
     """
-    if scope.label is everything:
-        return {None: list(range(len(given.leaves)))}
-    if scope.label is None:
-        return {n: [n] for n, leaf in enumerate(given.leaves) if everywhere or leaf is not None}
-    groups: dict[Hashable, list[int]] = {label: [] for label in named}
-    for number, (path, leaf) in enumerate(zip(given.paths(), given.leaves, strict=True)):
-        if leaf is not None or everywhere:
-            label = label_of(scope.label, path, leaf, place(given.name, path))
-            groups.setdefault(label, []).append(number)
-    # Whichever leaf is first, or None, in any process.
-    return dict(sorted(groups.items(), key=lambda item: _text(item[0])))
+    backend, array = tree.backend, tree.arrays[number]
+    if axes is None or not backend.stacks(array):
+        return None
+    kept = tuple([length for axis, length in enumerate(array.shape) if axis not in axes])
+
+    # To stack the norms of single entries would copy the gradients.
+    of_entries = bool(kept) and math.prod([array.shape[axis] for axis in axes]) == 1
+    if of_entries or math.prod(kept) > MAX_STACKED_NORMS:
+        return None
+    return kept, backend.device(array), tree.shard(number)
+
+
+def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple[int, ...]] | None:
+    """Return the shape of each block if all norms can be one vector, else ``None``.
+
+    An accelerator then runs each operation on norms once, not for each block. Its host would
+    otherwise start hundreds of kernels for the rows of a large model.
+    """
+    if not plan.math.on_device or len(plan.blocks) < 2 or plan.collectives is not None:
+        return None
+    if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
+        return None
+    if any([len(group) != 1 for block in plan.blocks for group in block.groups]):
+        return None
+
+    backend = tree.backend
+    arrays = [tree.arrays[number] for number in plan.order]
+    devices = {backend.device(array) for array in arrays}
+    if len(devices) > 1 or not all([backend.stacks(array) for array in arrays]):
+        return None
+
+    shapes = []
+    for block in plan.blocks:
+        [number] = block.groups[0]
+        covered = plan.axes[number]
+        lengths = tree.arrays[number].shape if covered is not None else ()
+        kept = [length for axis, length in enumerate(lengths) if axis not in (covered or ())]
+        shapes.append((len(block.groups), *kept))
+
+    # Norms of single entries would take as much memory as the gradients.
+    norms = sum(map(math.prod, shapes))
+    entries = sum([math.prod(array.shape) for array in arrays])
+    return shapes if norms * MIN_ENTRIES_PER_NORM <= entries else None
+
+
+def _joined(blocks: Iterable[Block]) -> Block:
+    """Return one block with the rows of all."""
+    groups: list[tuple[int, ...]] = []
+    labels: list[Label] = []
+    for block in blocks:
+        groups += block.groups
+        labels += block.labels
+    return Block(tuple(groups), tuple(labels))
+
+
+def _add_collectives(
+    plan: Plan, rule: Choices, trees: Sequence[OpenedTree], reduction: Reduction | None
+) -> None:
+    """Say in a plan what processes reduce, if there are several."""
+    tree, shards = trees[0], [one.shards for one in trees]
+    if reduction is not None or any(shards):
+        plan.collectives = Collectives(plan, tree, reduction, shards)
+        if plan.collectives.divided and rule.stateful:
+            msg = (
+                f"{summarize(rule)} keeps norms along axes as its state, and some of these axes are "
+                "divided among processes, so that the state would differ from process to process; "
+                "take a scope of whole leaves, such as uc.scopes.each_leaf, or a stateless limit"
+            )
+            raise ValueError(msg)
+
+    # Leaves that lie in several devices of a trace raise an error if nothing reduces their norms.
+    if reduction is None and plan.math.compiled and rule.scope.axes is None:
+        present = tree.leaf_info.present
+        arrays = [tree.arrays[number] for number in present]
+        tree.backend.replicas(arrays, None, None, lambda n: tree.place(present[n]))
 
 
 def is_new(holder: Any) -> bool:
@@ -420,8 +542,14 @@ def _reads_path(function: Any) -> bool:
     return any([name in names for names in used for name in path])
 
 
-def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:
-    """Return the label of a leaf's group; refuse labels that are unhashable or hold arrays."""
+def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Label:
+    """Return the label of a leaf's group.
+
+    Raises
+    ------
+    TypeError
+        If the label is not hashable, or is an array, or the function fails on an absent leaf.
+    """
     try:
         answer: Any = label(path, leaf)
     except AttributeError as error:
@@ -432,96 +560,91 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
             "its path alone"
         )
         raise TypeError(msg) from error
+
+    is_array = hasattr(answer, "dtype")
     try:
-        fits = (
-            not hasattr(answer, "dtype")
-            or isinstance(answer, (Number, str))
-            or answer in {True, False}
-        )
-        frozenset((answer,))  # hashes it; PyTorch 2.11 and 2.12 cannot compile `hash`
+        # NumPy's scalars are numbers, and flags are keys, too.
+        fits = not is_array or isinstance(answer, (Number, str)) or answer in {True, False}
+        # Hashes it: PyTorch 2.11 and 2.12 do not compile `hash`.
+        frozenset((answer,))
     except TypeError:
         fits = False
     check("the label of a group", answer, fits, "hashable, such as a text or a number")
     return answer
 
 
-def _axes(given: Opened, scope: Scope, number: int) -> Axes:
+# The axes that norms cover.
+
+
+def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
-    leaf, wrapped = given.leaves[number], given.wrapped.get(number)
+    leaf, wrapped = tree.leaves[number], tree.wrapped.get(number)
     if leaf is None and wrapped is None:
         return None
+
     by_entry = wrapped is not None and wrapped.by_entry
-    if wrapped is None or wrapped.rows is None or by_entry:
-        shape = given.shard(number).shape if leaf is None else leaf.shape
+    if leaf is None:
+        shape = tree.shard(number).shape
+    elif wrapped is None or wrapped.rows is None or by_entry:
+        shape = leaf.shape
     else:
-        shape = given.arrays[number].shape  # that of the leaf may be unknown
+        # The shape of a leaf that stores rows may be unknown.
+        shape = tree.arrays[number].shape
     try:
-        axes = scope.covered(len(shape), given.backend.output_axis)
+        axes = scope.covered(len(shape), tree.backend.output_axis)
     except ValueError as error:
-        msg = f"{given.place(number)} of shape {tuple(shape)}: {error}"
+        msg = f"{tree.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
     if axes and by_entry:
         msg = (
-            f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope "
+            f"{tree.place(number)} is sparse, and stores no axes to take norms along; use a scope "
             "of whole leaves"
         )
         raise TypeError(msg)
     return axes
 
 
-def raise_if_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> None:
-    """Refuse what a rule does for each row of a sparse leaf, which stores other rows at each step.
+def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: Choices, does: str) -> None:
+    """Raise if a rule has something for each row of a sparse leaf, which stores other rows at each
+    step.
 
     Raises
     ------
     TypeError
         If the norms of a leaf that stores only some of its rows are along other axes.
     """
-    for number in given.wrapped:
+    for number in tree.wrapped:
         covered = axes[number]
-        if covered is not None and 0 not in covered and given.is_sparse(number):
+        if covered is not None and 0 not in covered and tree.is_sparse(number):
             msg = (
-                f"{given.place(number)} is sparse: {summarize(rule)} {does} for each row, and at each "
-                "step other rows are stored; make the gradient dense, or take a norm of whole "
+                f"{tree.place(number)} is sparse: {summarize(rule)} {does} for each row, and at "
+                "each step other rows are stored; make the gradient dense, or take a norm of whole "
                 "leaves"
             )
             raise TypeError(msg)
 
 
-def _stacking_key(given: Opened, number: int, axes: Axes) -> Hashable:
-    """Return a key that must be equal for norms with axes to be stacked,
-    ``None`` if they must not be.
-    """
-    backend, array = given.backend, given.arrays[number]
-    if axes is None or not backend.stacks(array):
-        return None
-    kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
-    # Norms never leave their leaf.
-    as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1
-    large = math.prod(kept) > _STACKED
-    return None if as_large or large else (kept, backend.device(array), given.shard(number))
-
-
-def _raise_if_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:
-    """Refuse a group whose leaves have norms of different shapes."""
-
-    def kept(number: int) -> tuple[Any, ...]:
-        covered = axes[number]
-        shape = given.arrays[number].shape
-        return (
-            ()
-            if covered is None
-            else tuple(n for axis, n in enumerate(shape) if axis not in covered)
+def _check_equal_shapes(tree: OpenedTree, axes: list[Axes], group: Sequence[int]) -> None:
+    """Raise if a group has leaves whose norms differ in shape."""
+    present = [number for number in group if tree.leaves[number] is not None]
+    for number in present:
+        first, shape = _kept_shape(tree, axes, present[0]), _kept_shape(tree, axes, number)
+        if same_shape(first, shape):
+            continue
+        described = [
+            f"{tree.place(n)} of shape {tuple(tree.arrays[n].shape)}" for n in (present[0], number)
+        ]
+        msg = (
+            "leaves that share norms need equal shapes outside the axes a norm covers, but "
+            f"{described[0]} has norms of shape {first}, {described[1]} has {shape}"
         )
+        raise ValueError(msg)
 
-    for number in group:
-        if not same_shape(kept(group[0]), kept(number)):
-            first, other = (
-                f"{given.place(n)} of shape {tuple(given.arrays[n].shape)}"
-                for n in (group[0], number)
-            )
-            msg = (
-                "leaves that share norms need equal shapes outside the axes a norm covers, but "
-                f"{first} has norms of shape {kept(group[0])}, {other} has {kept(number)}"
-            )
-            raise ValueError(msg)
+
+def _kept_shape(tree: OpenedTree, axes: list[Axes], number: int) -> tuple[Any, ...]:
+    """Return the shape of the norms of a leaf."""
+    covered = axes[number]
+    if covered is None:
+        return ()
+    lengths = enumerate(tree.arrays[number].shape)
+    return tuple([length for axis, length in lengths if axis not in covered])

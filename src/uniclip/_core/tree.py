@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Trees of gradients and parameters: open leaves into dense arrays, restore them, and name them.
+"""Trees of gradients and parameters: flatten them, open leaves into dense arrays, restore and name
+them.
 
-A tree is opened once, and this is the one door for odd leaves: sparse and distributed ones,
-integers and storage formats become floating-point arrays here, each in a `Leaf`, in which entries
-that were stored twice are summed, and `Opened.close` makes them what they were. ``None``, an absent
-gradient, keeps its row.
+A tree is flattened and opened once. This is the one door for leaves that are not dense arrays of
+floating-point numbers: sparse and distributed ones, integers and storage formats become such arrays
+here, each in a `WrappedLeaf`, in which entries that were stored twice are summed.
+`OpenedTree.restore_leaves` makes them what they were. ``None``, an absent gradient, keeps its row.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from copy import copy
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import optree
 from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed, summarize
-from uniclip._types import Path, Step
+from uniclip._types import Array, Path, Step, Tensor, Tree
 from uniclip.backends import (
     COMPILER,
     DEFAULT,
@@ -40,26 +41,35 @@ from uniclip.backends.base import LeafInfo, WrappedLeaf, cast
 if TYPE_CHECKING:
     from uniclip.rule import Choices
 
+Leaf: TypeAlias = Any
+"""A leaf as it came in: an array of any framework, sparse or distributed, or ``None``."""
+Shard: TypeAlias = Any
+"""A part of a distributed leaf, as `uniclip.backends.torch.dtensor.LocalShard`."""
+Spec: TypeAlias = Any
+"""The structure of a tree, with ``unflatten(leaves)`` and ``paths()``."""
+Children: TypeAlias = "tuple[list[Leaf], Any, Iterable[Any]]"
+"""The children of a container, its structure, and the keys of the children."""
+
 NAMESPACE = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""
+LEAF_INFO_CACHE_SIZE = 256
+"""The number of kinds of trees whose `LeafInfo` a backend keeps."""
 _REGISTERED: set[type] = set()
 _LOCK = Lock()
-LEAF_INFO_CACHE_SIZE = 256
-"""For how many trees a backend keeps the facts about the kinds of their leaves."""
 
 
-class Opened(NamedTuple):
+class OpenedTree(NamedTuple):
     """A tree whose leaves are arrays to measure and multiply, and how to make it what it was."""
 
     leaf_info: LeafInfo
-    leaves: list[Any]
+    leaves: list[Leaf]
     """As given; ``None`` for an absent gradient."""
     arrays: list[Any]
     """The values of each leaf in this process, dense and floating-point.
 
     ``None`` for an absent gradient.
     """
-    spec: Any
+    spec: Spec
     """The structure."""
     name: str = "grads"
     in_place: bool = False
@@ -76,33 +86,33 @@ class Opened(NamedTuple):
     @property
     def first(self) -> Any:
         """The first array that is present, ``None`` if there is none."""
-        return self.arrays[self.leaf_info.present[0]] if self.leaf_info.present else None
+        present = self.leaf_info.present
+        return self.arrays[present[0]] if present else None
 
     @property
-    def shards(self) -> dict[int, Any]:
+    def shards(self) -> dict[int, Shard]:
         """The parts of distributed leaves, by their numbers.
 
-        Those of the parameters, where gradients are absent.
+        Those of the parameters, if gradients are absent.
         """
-        return {
-            number: wrapped.shard
-            for number, wrapped in self.wrapped.items()
-            if wrapped.shard is not None
-        }
+        return {n: leaf.shard for n, leaf in self.wrapped.items() if leaf.shard is not None}
 
-    def shard(self, number: int) -> Any:
-        """Return the part of a distributed leaf that an array is,
-        ``None`` if it is the whole leaf.
-        """
+    def shard(self, number: int) -> Shard:
+        """Return the part of a distributed leaf that an array is, ``None`` for a whole leaf."""
         return self.wrapped[number].shard if number in self.wrapped else None
 
     def is_sparse(self, number: int) -> bool:
-        """Whether a leaf stores only some of its rows, or of its entries."""
+        """Return whether a leaf stores only some of its rows, or of its entries."""
         return number in self.wrapped and self.wrapped[number].rows is not None
 
+    def is_integral(self, number: int) -> bool:
+        """Return whether a leaf holds integers."""
+        return bool(self.backend.xp.isdtype(self.leaves[number].dtype, "integral"))
+
     def shapes(self) -> list[Any]:
-        """Return the shape of each leaf, with ``None`` for lengths that are values of a graph;
-        ``None`` for an absent leaf.
+        """Return the shape of each leaf, ``None`` for an absent leaf.
+
+        A length that is a value of a graph is ``None``, too.
         """
         if not self.wrapped:
             return [leaf if leaf is None else leaf.shape for leaf in self.leaves]
@@ -117,51 +127,6 @@ class Opened(NamedTuple):
             return self.leaves[number].shape
         return tuple([length if isinstance(length, int) else None for length in wrapped.shape])
 
-    def close(self, arrays: list[Any]) -> Any:
-        """Return a tree like the one that was opened, of changed arrays."""
-        return self.spec.unflatten(self.restore_leaves(arrays) if self.wrapped else arrays)
-
-    def restore_leaves(self, arrays: list[Any]) -> list[Any]:
-        """Return the leaves of changed arrays."""
-        leaves = list(arrays)
-        for number in self.leaf_info.wrapped:
-            same = arrays[number] is self.wrapped[number].array and not self.is_integral(number)
-            leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
-        return leaves
-
-    def find_repeated(self) -> tuple[set[int], set[int]]:
-        """Return the leaves whose memory is that of earlier ones,
-        and those of them that are not written again.
-
-        Copies of others are written: they may have other rows in that memory, or other factors, and
-        get new memory.
-        """
-        repeated = find_shared_storage(self.backend, self.leaves, self.place)
-        # Not `repeated & self.odd.keys()`, which PyTorch 2.11 and 2.12 cannot compile.
-        copied = {n for n in repeated if n in self.wrapped and self.wrapped[n].copied}
-        return repeated, repeated - {
-            n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])
-        }
-
-    def write(self, numbers: Iterable[int]) -> None:
-        """Write arrays that were changed in place into those leaves that they are copies of."""
-        for number in [n for n in numbers if n in self.wrapped and self.wrapped[n].copied]:
-            self._put_back(number, self.wrapped[number].array)
-
-    def _put_back(self, number: int, array: Any) -> Any:
-        """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype,
-        but for integers.
-        """
-        wrapped, leaf, xp = self.wrapped[number], self.leaves[number], self.backend.xp
-        like_it = xp.isdtype(array.dtype, "integral") or not self.is_integral(number)
-        return wrapped.rebuild(
-            cast(xp, array, leaf.dtype) if like_it and array.dtype == wrapped.array.dtype else array
-        )
-
-    def is_integral(self, number: int) -> bool:
-        """Whether a leaf holds integers."""
-        return bool(self.backend.xp.isdtype(self.leaves[number].dtype, "integral"))
-
     def paths(self) -> list[Path]:
         """Return the path of each leaf."""
         return self.spec.paths()
@@ -170,18 +135,67 @@ class Opened(NamedTuple):
         """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
         return place(self.name, self.paths()[number])
 
+    def close(self, arrays: list[Any]) -> Any:
+        """Return a tree like the one that was opened, of changed arrays."""
+        return self.spec.unflatten(self.restore_leaves(arrays) if self.wrapped else arrays)
+
+    def restore_leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
+        """Return the leaves of changed arrays."""
+        leaves = list(arrays)
+        for number in self.leaf_info.wrapped:
+            unchanged = arrays[number] is self.wrapped[number].array
+            if unchanged and not self.is_integral(number):
+                leaves[number] = self.leaves[number]
+            else:
+                leaves[number] = self._rebuild(number, arrays[number])
+        return leaves
+
+    def find_repeated(self) -> tuple[set[int], set[int]]:
+        """Return the leaves whose storage is that of earlier ones, and those that need no write.
+
+        Copies of other leaves are written: they may have other rows in that storage, or other
+        factors, and get new storage.
+        """
+        repeated = find_shared_storage(self.backend, self.leaves, self.place)
+        written: set[int] = set()
+        for number in repeated:
+            # The same object is written once; other leaves with the same storage may differ.
+            copied = number in self.wrapped and self.wrapped[number].copied
+            leaf = self.leaves[number]
+            if copied and not any([leaf is earlier for earlier in self.leaves[:number]]):
+                written.add(number)
+        return repeated, repeated - written
+
+    def write(self, numbers: Iterable[int]) -> None:
+        """Write arrays that were changed in place into those leaves that they are copies of."""
+        for number in numbers:
+            if number in self.wrapped and self.wrapped[number].copied:
+                self._rebuild(number, self.wrapped[number].array)
+
+    def _rebuild(self, number: int, array: Any) -> Leaf:
+        """Return a leaf of a changed array, or write it into the leaf."""
+        wrapped, leaf, xp = self.wrapped[number], self.leaves[number], self.backend.xp
+        # Integers that a rule of norms has scaled stay floats; all else gets the leaf's dtype.
+        scaled_integers = self.is_integral(number) and not xp.isdtype(array.dtype, "integral")
+        if not scaled_integers and array.dtype == wrapped.array.dtype:
+            array = cast(xp, array, leaf.dtype)
+        return wrapped.rebuild(array)
+
 
 def place(name: str, path: Path) -> str:
     """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
     return name + "".join(f"[{printed(key)}]" for key in path)
 
 
+# Flatten a tree.
+
+
 class Flat(NamedTuple):
     """A tree that was flattened; the core takes it in the place of the tree."""
 
-    leaves: list[Any]
+    leaves: list[Leaf]
     """Its leaves, ``None`` for absent ones."""
-    spec: Any
+    spec: Spec
     """Its structure."""
 
     def unflatten(self) -> Any:
@@ -189,7 +203,7 @@ class Flat(NamedTuple):
         return self.spec.unflatten(self.leaves)
 
 
-def flatten(tree: Any, name: str = "grads") -> Flat:
+def flatten(tree: Tree, name: str = "grads") -> Flat:
     """Return the leaves of any nesting of containers, ``None`` among them, and its structure.
 
     Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as
@@ -201,23 +215,10 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
     ValueError
         If the tree is an iterator that is empty or exhausted.
     """
-    if isinstance(tree, Flat):
-        return tree
-    if isinstance(tree, (Iterator, ValuesView)):
-        items = list(tree)
-        if not items and isinstance(tree, Iterator):
-            msg = (
-                f"{name} is an iterator with nothing left in it; pass a list, which can be read "
-                "twice"
-            )
-            raise ValueError(msg)
-        tree = items
-    leaves, spec = flatten_known(tree)
-    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
-    return flatten(tree, name) if any([_register(node) for node in others]) else Flat(leaves, spec)
+    return open_containers(*flatten_known(tree), name)
 
 
-def flatten_known(tree: Any) -> tuple[list[Any], Any]:
+def flatten_known(tree: Tree) -> tuple[list[Leaf], Spec]:
     """Return leaves and structure of a tree.
 
     A container of a class that was not met yet is a leaf.
@@ -225,65 +226,99 @@ def flatten_known(tree: Any) -> tuple[list[Any], Any]:
     # Every call comes here before it does anything that an old compiler would crash in.
     if UNTOLD and COMPILER in sys.modules:
         tell_compilers()
-    return (
-        tree
-        if isinstance(tree, Flat)
-        else optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    )
+    if isinstance(tree, Flat):
+        return tree
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
+    """Return leaves and structure, with containers of classes that were not met yet opened.
+
+    Raises
+    ------
+    ValueError
+        If the tree is an iterator that is empty or exhausted.
+    """
+    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
+    if not others:
+        return Flat(leaves, spec)
+
+    # An iterator is read once, which makes a list of it if it is the tree itself.
+    root = others[0]
+    if isinstance(root, (Iterator, ValuesView)) and spec.unflatten(leaves) is root:
+        items = list(root)
+        if not items and isinstance(root, Iterator):
+            msg = (
+                f"{name} is an iterator with nothing left in it; pass a list, which can be read "
+                "twice"
+            )
+            raise ValueError(msg)
+        return flatten(items, name)
+
+    # All classes are registered before the tree is flattened again.
+    if any([_register(node) for node in others]):
+        return flatten(spec.unflatten(leaves), name)
+    return Flat(leaves, spec)
 
 
 def _register(node: Any) -> bool:
-    """Whether an object is a container that optree does not open;
-    from now on it opens all of its class.
-    """
+    """Register the class of a container that optree does not open; return whether it is one."""
     if _flatten_node(node) is None:
         return False
     with _LOCK:
         if type(node) not in _REGISTERED:
-            ways = _flatten_node, lambda structure, children: structure.unflatten(children)
-            optree.register_pytree_node(type(node), *ways, namespace=NAMESPACE)
+            flatten_node: Any = _flatten_node
+            optree.register_pytree_node(
+                type(node), flatten_node, _unflatten_node, namespace=NAMESPACE
+            )
             _REGISTERED.add(type(node))
     return True
 
 
-def _flatten_node(node: Any) -> Any:
+def _unflatten_node(structure: Any, children: Iterable[Leaf]) -> Any:
+    return structure.unflatten(children)
+
+
+def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each kind of container
     """Return children, structure and keys of a container that optree does not open.
 
     ``None`` for another object.
     """
-    if isinstance(node, (Iterator, ValuesView)):  # which may be read once
+    # An iterator can be read once only.
+    if isinstance(node, (Iterator, ValuesView)):
         return None
     of_library = flatten_registered(node)
     if of_library is not None:
         return of_library
-    # in the order of the class that it stands for: that of a dict is sorted
+
+    # A mapping has the order of the class that stands for it: a dict is sorted.
+    if isinstance(node, OrderedDict):
+        keys = tuple(node)
+        return [node[key] for key in keys], _Container(OrderedDict, keys, keys), keys
     if isinstance(node, Mapping):
-        kind = OrderedDict if isinstance(node, OrderedDict) else dict
-        keys = tuple(node if kind is OrderedDict else total_order_sorted(node))
-        return [node[key] for key in keys], _Container(kind, keys, tuple(node)), keys
+        keys = tuple(total_order_sorted(node))
+        return [node[key] for key in keys], _Container(dict, keys, tuple(node)), keys
+
     if isinstance(node, (list, tuple)):
         return list(node), _Container(list), range(len(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = tuple([field.name for field in dataclasses.fields(node)])
         original = ref(node) if hasattr(node, "__dict__") else None
-        return (
-            [getattr(node, name) for name in names],
-            _Container(type(node), names, (), original),
-            names,
-        )
+        container = _Container(type(node), names, (), original)
+        return [getattr(node, name) for name in names], container, names
     return None
 
 
 class _Container(NamedTuple):
-    """What a container is but for its children."""
+    """A container without its children."""
 
     kind: Any
-    """What it is made of again: a class of mappings, `list` or a dataclass."""
+    """The class that it is made of again: of mappings, `list` or a dataclass."""
     keys: tuple[Any, ...] = ()
     order: tuple[Any, ...] = ()
     """The keys of a mapping in their own order."""
     original: Callable[[], Any] | None = None
-    """Gives a dataclass, which may have attributes beside its fields, as long as it is there."""
+    """Returns the dataclass, which may have attributes beside its fields, as long as it lives."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Container) and self[:3] == other[:3]
@@ -291,23 +326,28 @@ class _Container(NamedTuple):
     def __hash__(self) -> int:
         return hash(self[:3])
 
-    def unflatten(self, children: Iterable[Any]) -> Any:
+    def unflatten(self, children: Iterable[Leaf]) -> Any:
         """Return the container of other children."""
         if self.kind is list:
             return list(children)
         by_key = dict(zip(self.keys, children, strict=True))
         if issubclass(self.kind, dict):
             return self.kind([(key, by_key[key]) for key in self.order])
+
         original = self.original and self.original()
         made = object.__new__(self.kind) if original is None else copy(original)
         for name, value in by_key.items():
-            object.__setattr__(made, name, value)  # also of frozen ones, and fields without init
+            # Also of frozen dataclasses, and of fields that `__init__` does not take.
+            object.__setattr__(made, name, value)
         return made
 
 
+# Open its leaves.
+
+
 def open_tree(
-    tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False
-) -> Opened:
+    tree: Tree, name: str = "grads", *, in_place: bool = False, whole: bool = False
+) -> OpenedTree:
     """Open a tree of gradients, or of parameters by that name.
 
     ``whole`` for a function of each array.
@@ -319,76 +359,103 @@ def open_tree(
         change or hold integers.
     """
     leaves, spec = flatten_known(tree)
+    return open_leaves(leaves, spec, name, in_place=in_place, whole=whole)
+
+
+def open_leaves(
+    leaves: list[Leaf],
+    spec: Spec,
+    name: str = "grads",
+    *,
+    in_place: bool = False,
+    whole: bool = False,
+) -> OpenedTree:
+    """Do as `open_tree`, given the leaves and the structure that `flatten_known` returned."""
+    # Trees whose leaves have equal signatures share a `LeafInfo`, which says what is wrapped.
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
     leaf_info = None if met is None else met.known.get((name, whole, met.signature(leaves)))
-    if leaf_info is None:  # of new kinds of leaves, which are refused if they cannot be clipped
-        leaves, spec = flatten(tree, name)
-        backend = backend_for(leaves, name, spec)
-        numbers = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
-    else:
-        backend, numbers = leaf_info.backend, leaf_info.wrapped
-    arrays, wrapped = leaves, {}
-    if numbers:
-        with backend.computation_context(
-            leaves[numbers[0]]
-        ):  # whose device may have a default dtype of its own
-            each = [
-                (n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers
-            ]
-        wrapped = {number: leaf for number, leaf in each if leaf is not None}
-        arrays = [
-            wrapped[number].array if number in wrapped else leaf
-            for number, leaf in enumerate(leaves)
-        ]
     if leaf_info is None:
-        with backend.computation_context():
-            leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
-        key = backend.signature(leaves)
-        if key is not None:
-            if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
-                backend.known.clear()
-            leaf_info = backend.known.setdefault((name, whole, key), leaf_info)
-    opened = Opened(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
+        leaves, spec = open_containers(leaves, spec, name)
+        backend = backend_for(leaves, name, spec)
+        candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
+    else:
+        backend, candidates = leaf_info.backend, leaf_info.wrapped
+
+    arrays = leaves
+    wrapped: dict[int, WrappedLeaf] = {}
+    if candidates:
+        # The device of a leaf may have a default dtype of its own.
+        with backend.computation_context(leaves[candidates[0]]):
+            for number in candidates:
+                leaf = _unwrap(backend, leaves[number], in_place=in_place, whole=whole)
+                if leaf is not None:
+                    wrapped[number] = leaf
+        arrays = list(leaves)
+        for number, leaf in wrapped.items():
+            arrays[number] = leaf.array
+    if leaf_info is None:
+        leaf_info = _learn_leaf_info(backend, leaves, arrays, tuple(wrapped), (name, whole))
+
+    tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
     if in_place and not whole:
-        _raise_if_integers(opened)
+        _raise_if_integers(tree)
     if in_place and not backend.writes:
-        find_shared_storage(backend, leaves, opened.place)  # which says what to write instead
-    return opened
+        # Its error says what to use for arrays that never change.
+        find_shared_storage(backend, leaves, tree.place)
+    return tree
 
 
-def _raise_if_integers(opened: Opened) -> None:
-    """Refuse integers to be changed in place, by a rule of norms."""
-    for number in opened.wrapped:
-        if opened.is_integral(number):
+def _learn_leaf_info(
+    backend: Backend,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    wrapped: tuple[int, ...],
+    purpose: tuple[str, bool],
+) -> LeafInfo:
+    """Return what is known of leaves of kinds that were not met, and keep it for the next tree."""
+    with backend.computation_context():
+        leaf_info = LeafInfo(backend, arrays, wrapped)
+    signature = backend.signature(leaves)
+    if signature is None:
+        return leaf_info
+    if len(backend.known) >= LEAF_INFO_CACHE_SIZE:
+        backend.known.clear()
+    return backend.known.setdefault((*purpose, signature), leaf_info)
+
+
+def _raise_if_integers(tree: OpenedTree) -> None:
+    """Raise if integers are to be changed in place, by a rule of norms."""
+    for number in tree.wrapped:
+        if tree.is_integral(number):
             msg = (
-                f"{opened.place(number)} holds integers, which cannot hold what a rule of norms "
+                f"{tree.place(number)} holds integers, which cannot hold what a rule of norms "
                 "makes of them"
             )
             raise TypeError(msg)
 
 
-def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
-    """Return what an odd leaf holds.
+def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    """Return the dense array in a leaf and the way back, ``None`` if the leaf is that array.
 
-    Layers, as float8 in a distributed tensor, are opened one by one.
+    Layers, such as float8 in a distributed tensor, are opened one by one.
     """
     outer = backend.unwrap(leaf, in_place=in_place, whole=whole)
     if outer is None:
         return None
-    inner = _open_leaf(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
+    inner = _unwrap(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
     if inner is None:
         return outer
-    known = inner._replace(
-        **{name: value for name, value in outer._asdict().items() if value is not None}
-    )
-    storage = None if outer.copied else inner.storage
-    return known._replace(
-        array=inner.array, rebuild=lambda new: outer.rebuild(inner.rebuild(new)), storage=storage
-    )
+
+    # What the outer layer says of rows, shape and shard holds for the leaf.
+    facts = {name: value for name, value in outer._asdict().items() if value is not None}
+    facts["array"] = inner.array
+    facts["rebuild"] = lambda new: outer.rebuild(inner.rebuild(new))
+    facts["storage"] = None if outer.copied else inner.storage
+    return inner._replace(**facts)
 
 
-def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
+def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
     """Return the backend of all leaves, or the default one if there is no leaf.
 
     Raises
@@ -397,34 +464,43 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
         If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than
         the first leaf.
     """
-    chosen, first = None, 0
 
-    def what(number: int) -> str:
+    def described(number: int) -> str:
         return f"{place(name, spec.paths()[number])} is a {describe(leaves[number])}"
 
+    chosen, first = None, 0
     for number, leaf in enumerate(leaves):
         if leaf is None:
             continue
         backend = backend_of(leaf)
         if backend is None:
-            raise TypeError(_no_array(place(name, spec.paths()[number]), leaf))
-        why = backend.unsupported_reason(leaf, gradient=name == "grads")
-        if why:
-            msg = f"{what(number)}: {why}"
+            msg = (
+                f"{described(number)}, not an array of numbers: pass gradients of NumPy, PyTorch, "
+                "TensorFlow, JAX or another array API library (plain numbers as one array, an "
+                "iterator as a list, an absent gradient as None)"
+            )
+            raise TypeError(msg)
+        reason = backend.unsupported_reason(leaf, gradient=name == "grads")
+        if reason:
+            msg = f"{described(number)}: {reason}"
             raise TypeError(msg)
         if chosen is None:
             chosen, first = backend, number
         if backend is not chosen:
-            msg = f"{what(number)} but {what(first)}: convert all gradients to one framework first"
+            msg = (
+                f"{described(number)} but {described(first)}: convert all gradients to one "
+                "framework first"
+            )
             raise TypeError(msg)
     return chosen or DEFAULT
 
 
 def find_shared_storage(
-    backend: Backend, leaves: list[Any], where: Callable[[int], str]
+    backend: Backend, leaves: Sequence[Leaf], where: Callable[[int], str]
 ) -> set[int]:
-    """Return the leaves whose memory is that of an earlier leaf,
-    to be asked before any is written in place.
+    """Return the leaves whose storage is that of an earlier leaf.
+
+    It is asked before any leaf is written in place.
 
     Raises
     ------
@@ -437,22 +513,27 @@ def find_shared_storage(
     storages = backend.storage([leaves[number] for number in present])
     if storages is None:
         return set()
-    again: set[int] = set()
+
+    repeated: set[int] = set()
     views: dict[int, View] = {}
-    unknown: dict[Any, int] = {}
+    unknown: dict[Leaf, int] = {}
     for number, (view, reason) in zip(present, storages, strict=True):
-        repeats = view is not None and overlaps_itself(view)
-        why = reason or ("several of its entries may lie in one place" if repeats else None)
+        leaf = leaves[number]
+        why = reason
+        if not why and view is not None and overlaps_itself(view):
+            why = "several of its entries may lie in one place"
         if why:
             msg = (
-                f"{where(number)}, a {describe(leaves[number])}, cannot be changed in place: "
-                f"{why}; use clipped, report = uc.clip(grads, rule), which makes new arrays"
+                f"{where(number)}, a {describe(leaf)}, cannot be changed in place: {why}; use "
+                "clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
+        # If its place in memory is unknown, a leaf can only be the same object as another one.
+        if view is None and unknown.setdefault(_identity(leaf), number) != number:
+            repeated.add(number)
         if view is not None and view.size:
             views[number] = view
-        elif view is None and unknown.setdefault(_identity(leaves[number]), number) != number:
-            again.add(number)
+
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (
@@ -461,73 +542,77 @@ def find_shared_storage(
                 "own, or use uc.clip"
             )
             raise ValueError(msg)
-        again.add(later)
-    return again
+        repeated.add(later)
+    return repeated
 
 
-def _identity(leaf: Any) -> Any:
-    """Return what is equal for the same object only; a compiler knows no address of a tensor."""
+def _identity(leaf: Leaf) -> Any:
+    """Return a key that is equal for the same object only."""
+    # A compiler knows no address of a tensor, which has a hash by identity instead.
     return id(leaf) if type(leaf).__hash__ is None else leaf
 
 
-def _no_array(where: str, leaf: object) -> str:
-    return (
-        f"{where} is a {describe(leaf)}, not an array of numbers: pass gradients of NumPy, "
-        "PyTorch, TensorFlow, JAX or another array API library (plain numbers as one array, an "
-        "iterator as a list, an absent gradient as None)"
-    )
+# Parameters and their gradients.
 
 
-# Parameters beside their gradients.
-
-
-def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
+def with_params(
+    rule: Choices, tree: OpenedTree, step: Step
+) -> tuple[OpenedTree, OpenedTree | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
-    Where gradients are absent, the parameters say which library's processes are joined, and over
-    which meshes.
+    If gradients are absent, the parameters say which library's processes take part, and over which
+    meshes.
     """
-    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.leaf_info.present
-    if needed and step.params is None:
-        msg = f"{summarize(rule)} compares gradients with their parameters: pass params="
-        raise ValueError(msg)
-    if step.params is not None and (
-        needed or nothing or len(given.leaf_info.present) < len(given.leaves)
-    ):
-        theirs = _put_in_order(open_tree(step.params, "params"), given)
-    if nothing and theirs is not None and theirs.leaf_info.present:
-        given = given._replace(leaf_info=theirs.leaf_info.without_leaves())
-    if theirs is not None and theirs.shards:
-        absent = {
-            n: WrappedLeaf(None, shard=shard)
-            for n, shard in theirs.shards.items()
-            if given.leaves[n] is None
-        }
-        given = given._replace(wrapped=dict(sorted((given.wrapped | absent).items())))
-    return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
+    needs_params = "params" in rule.limit.needs
+    if step.params is None:
+        if needs_params:
+            msg = f"{summarize(rule)} compares gradients with their parameters: pass params="
+            raise ValueError(msg)
+        return tree, None
+
+    present = tree.leaf_info.present
+    if not needs_params and present and len(present) == len(tree.leaves):
+        return tree, None
+    params = _put_in_order(open_tree(step.params, "params"), tree)
+
+    if not present and params.leaf_info.present:
+        tree = tree._replace(leaf_info=params.leaf_info.without_leaves())
+    # An absent gradient takes part in the reductions of its distributed parameter.
+    if params.shards:
+        wrapped = dict(tree.wrapped)
+        for number, shard in params.shards.items():
+            if tree.leaves[number] is None:
+                wrapped[number] = WrappedLeaf(None, shard=shard)
+        tree = tree._replace(wrapped=dict(sorted(wrapped.items())))
+    return tree, _match_params(rule, tree, params) if needs_params else None
 
 
-def _put_in_order(theirs: Opened, given: Opened) -> Opened:
-    """Return the parameters in the order of the gradients, by their paths,
-    ``None`` where there is none.
+def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
+    """Return the parameters in the order of the gradients, by their paths.
+
+    ``None`` for a leaf without parameter.
     """
     # PyTorch 2.11 and 2.12 cannot compile the comparison; without it the parameters are put in
     # order one by one.
-    if not compiling() and theirs.spec == given.spec:
-        return theirs
-    numbers = {path: number for number, path in enumerate(theirs.paths())}
-    order = [numbers.get(path) for path in given.paths()]
+    if not compiling() and params.spec == tree.spec:
+        return params
 
-    leaves, arrays = (
-        [None if n is None else values[n] for n in order]
-        for values in (theirs.leaves, theirs.arrays)
-    )
-    wrapped = {number: theirs.wrapped[n] for number, n in enumerate(order) if n in theirs.wrapped}
-    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, wrapped=wrapped)
+    numbers = {path: number for number, path in enumerate(params.paths())}
+    leaves: list[Leaf] = []
+    arrays: list[Any] = []
+    wrapped: dict[int, WrappedLeaf] = {}
+    for number, path in enumerate(tree.paths()):
+        old = numbers.get(path)
+        leaves.append(None if old is None else params.leaves[old])
+        arrays.append(None if old is None else params.arrays[old])
+        if old in params.wrapped:
+            wrapped[number] = params.wrapped[old]
+    return params._replace(leaves=leaves, arrays=arrays, spec=tree.spec, wrapped=wrapped)
 
 
-def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
-    """Return the parameters of the gradients.
+def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> OpenedTree:
+    """Return the parameters as they are compared with the gradients: as these are divided among
+    processes, and at the rows that these store.
 
     Raises
     ------
@@ -537,71 +622,85 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         If the parameters belong to another framework, or a gradient stores single entries that have
         norms of their own.
     """
-    present, backend = given.leaf_info.present, given.backend
-    if present and theirs.leaf_info.present and theirs.backend is not backend:
-        msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
-        raise TypeError(msg)
-    shapes = given.shapes()
-    for number in present:
-        if theirs.leaves[number] is None:
-            msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
-            raise ValueError(msg)
-        shape, of_gradient = theirs.leaves[number].shape, shapes[number]
-        # Some are known at run time.
-        if not (shape == of_gradient or same_shape(shape, of_gradient)):
-            msg = (
-                f"{theirs.place(number)} has shape {tuple(shape)}, {given.place(number)} "
-                f"{tuple(of_gradient)}"
-            )
-            raise ValueError(msg)
-    arrays = [
-        None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)
-    ]
-    shards = theirs.shards
-    if rule.scope.axes is not None and (shards or given.shards):
-        arrays, shards = _divide_alike(rule, given, theirs, arrays)
+    _check_params(tree, params)
+    arrays = list(params.arrays)
+    for number, leaf in enumerate(tree.leaves):
+        if leaf is None:
+            arrays[number] = None
+
+    shards = params.shards
     if rule.scope.axes is not None:
-        for number in filter(given.is_sparse, given.wrapped):
-            arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
+        if shards or tree.shards:
+            arrays, shards = _divide_alike(rule, tree, params, arrays)
+        for number in tree.wrapped:
+            if tree.is_sparse(number):
+                arrays[number] = _take_stored_rows(rule, tree, number, arrays[number])
     wrapped = {
         number: WrappedLeaf(arrays[number], shard=shard)
         for number, shard in shards.items()
         if shard is not None
     }
-    return Opened(theirs.leaf_info, theirs.leaves, arrays, given.spec, "params", wrapped=wrapped)
+    leaf_info, leaves = params.leaf_info, params.leaves
+    return OpenedTree(leaf_info, leaves, arrays, tree.spec, "params", wrapped=wrapped)
 
 
-def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
+def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
+    """Raise if parameters are not those of the gradients."""
+    present = tree.leaf_info.present
+    if present and params.leaf_info.present and params.backend is not tree.backend:
+        msg = f"{params.place(present[0])} is of another framework than {tree.place(present[0])}"
+        raise TypeError(msg)
+    shapes = tree.shapes()
+    for number in present:
+        if params.leaves[number] is None:
+            msg = f"{tree.place(number)} has no parameter: {params.place(number)} is missing"
+            raise ValueError(msg)
+        shape, of_gradient = params.leaves[number].shape, shapes[number]
+        # A length of None is known when the program runs.
+        if not (shape == of_gradient or same_shape(shape, of_gradient)):
+            msg = (
+                f"{params.place(number)} has shape {tuple(shape)}, {tree.place(number)} "
+                f"{tuple(of_gradient)}"
+            )
+            raise ValueError(msg)
+
+
+def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tensor) -> Array:
     """Return a parameter at the rows that its sparse gradient stores, if each row has a norm;
     else the parameter.
     """
-    axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
+    axes = rule.scope.covered(len(array.shape), tree.backend.output_axis)
     if axes is None or 0 in axes:
         return array
-    if given.wrapped[number].by_entry:
+    if tree.wrapped[number].by_entry:
         msg = (
-            f"{given.place(number)} is sparse, and stores single entries: {summarize(rule)} would "
+            f"{tree.place(number)} is sparse, and stores single entries: {summarize(rule)} would "
             "compare them with other entries of the parameter; make the gradient dense, or take "
             "a norm of whole leaves"
         )
         raise TypeError(msg)
-    return given.backend.xp.take(array, given.wrapped[number].rows, axis=0)
+    return tree.backend.xp.take(array, tree.wrapped[number].rows, axis=0)
 
 
 def _divide_alike(
-    rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]
-) -> tuple[list[Any], dict[int, Any]]:
-    """Return the parameters and their parts, divided among processes as the gradients are where
-    norms keep axes.
+    rule: Choices, tree: OpenedTree, params: OpenedTree, arrays: list[Any]
+) -> tuple[list[Any], dict[int, Shard]]:
+    """Return the parameters and their shards, divided among processes as the gradients are.
+
+    Norms that keep a divided axis lie in several processes, and are compared within each.
     """
-    shards = theirs.shards
-    for number in given.leaf_info.present:
-        shard, leaf = given.shard(number), theirs.leaves[number]
-        axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
-        mine: Any = shards.get(number)
-        if (shard and shard.divided(axes)) != (mine and mine.divided(axes)):
-            arrays[number], shards[number] = (
-                mine.gather(leaf) if shard is None else shard.divide(leaf),
-                shard,
-            )
+    shards = params.shards
+    for number in tree.leaf_info.present:
+        leaf = params.leaves[number]
+        axes = rule.scope.covered(len(leaf.shape), tree.backend.output_axis)
+        of_gradient = tree.shard(number)
+        of_param: Shard = shards.get(number)
+        divided = of_gradient and of_gradient.divided(axes)
+        if divided == (of_param and of_param.divided(axes)):
+            continue
+        if of_gradient is None:
+            arrays[number] = of_param.gather(leaf)
+        else:
+            arrays[number] = of_gradient.divide(leaf)
+        shards[number] = of_gradient
     return arrays, shards

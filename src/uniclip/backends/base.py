@@ -6,13 +6,13 @@ A library that follows the standard needs no file: `uniclip.backends.arrays.Stan
 backend. Another one:
 
 - *must* say what its arrays are: `signature`, `is_array`, `unsupported_reason`, `unwrap`; where
-  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
-  `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`, `quiet`,
-  `allow_float64`, `debug_infs`;
-- *may* be faster, and change arrays in place: `fast_path`, `sums`, `norms`, `pieces`, `scale`,
-  `multiply`, `bound`, `unstack`, `storage`, `write`; keep constants on a device, and make numbers
-  there: `constant`, `arange`; run again what was `captured`; and have shards in several processes:
-  `reducer`, `replicas`, `rank`;
+  they lie, and who reads them: `mode`, `array_facts`, `readable`, `as_numpy`, `device`,
+  `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded: `detach`, `to_keep`,
+  `computation_context`, `allow_float64`, `debug_infs`;
+- *may* be faster, and change arrays in place: `fast_path`, `fast_path_reads`, `sums`, `norms`,
+  `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`; keep constants on a device,
+  and make numbers there: `constant`, `arange`; run again what was `captured`; and have shards in
+  several processes: `reducer`, `replicas`, `rank`;
 - in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`.
 """
@@ -88,9 +88,8 @@ class LeafInfo:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
-        self.dtype = norm_dtype(
-            backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
-        )
+        floats = [x for x in present if not backend.xp.isdtype(x.dtype, "integral")]
+        self.dtype = norm_dtype(backend.xp, floats)
         """The dtype of their norms: float32, or the widest real one.
 
         Norms lie with the first leaf, whose device may have no float64 though that of others has.
@@ -101,6 +100,9 @@ class LeafInfo:
         """Whether all of their squares fit into float64."""
         self.device = backend.device(present[0] if present else None)
         """The device of the first."""
+        largest = [float(backend.xp.finfo(norm_dtype(backend.xp, [x])).max) for x in floats]
+        self.largest_factor = min([math.inf, *largest])
+        """The largest factor that all of them can be multiplied by."""
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the facts about a tree without gradients, of a library if one is given."""
@@ -153,7 +155,7 @@ class WrappedLeaf(NamedTuple):
 
 
 class FastResult(NamedTuple):
-    """The result of `Backend.fast_path`: norm, limit and factor, rounded to float32, and the leaves."""
+    """The result of `Backend.fast_path`: the leaves, and three numbers rounded to float32."""
 
     norm: Any
     """A number; where the host does not read it, a 0-d array, as the factor then is."""
@@ -496,6 +498,15 @@ class Backend:
         way.
         """
         return None
+
+    @staticmethod
+    def fast_path_reads(leaf: Any) -> bool:
+        """Return whether the fast path reads the norm of leaves like this one.
+
+        A rule that raises errors takes it only then. Others return ``None`` for what they cannot
+        read, so that this needs no look at the leaf.
+        """
+        return True
 
     # Sums and products, for speed and memory.
 

@@ -459,10 +459,12 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     array([1., 5.])
     """
     rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
-    decision = run_general_step(rule, open_tree(grads), NoState(), Step(), rule.constant)
-    plan, rows = decision.plan, flatten(decision.norms())[0]
+    tree = open_tree(grads)
+    result = run_general_step(rule, tree, NoState(), Step(), rule.constant, apply=None)
+    plan = result.values.plan
+    rows = flatten(result.norms()).leaves
     if not rows:
         return plan.math.to_library(np.zeros(0))
     zero = plan.math.to_library(np.zeros((), plan.math.dtypes[1]))
-    with plan.math.library.computation_context(decision.given.first):
+    with plan.math.library.computation_context(tree.first):
         return stack_arrays(plan.math.library, [zero if row is None else row for row in rows])

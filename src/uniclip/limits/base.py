@@ -12,6 +12,8 @@ from uniclip._errors import Printed
 from uniclip._types import Number
 
 if TYPE_CHECKING:
+    from uniclip._core.measure import Measured
+    from uniclip._core.plan import Block
     from uniclip.backends import Backend
 
 Array: TypeAlias = Any
@@ -37,36 +39,6 @@ class NoState(NamedTuple):
     """
 
 
-class Rows(NamedTuple):
-    """Norms of one shape and dtype, one row for each group, with their labels,
-    parameters and sizes.
-    """
-
-    norms: Array
-    """Of shape ``(k, *kept)``; ``kept`` are the axes of a leaf that a norm does not cover."""
-    labels: Sequence[Any]
-    """The label of each row's group.
-
-    ``None`` or the number of a leaf where leaves are not grouped by labels.
-    """
-    params: Array = None
-    """The norms of the parameters, like ``norms``."""
-    sizes: Array = None
-    """The number of entries of each norm, 0 if it has none: of shape ``(k, 1, ...)``,
-    in the dtype of ``norms``.
-    """
-    absent: Sequence[bool] = ()
-    """For each row, whether all gradients of its group are absent.
-
-    Empty if no gradient is, or if it is not known.
-    """
-    present: Array = None
-    """For each row, whether some process has a gradient of its group.
-
-    ``None`` where this process knows.
-    """
-
-
 class Context:
     """What a limit may use beside the norms of a block.
 
@@ -84,65 +56,64 @@ class Context:
     [array([1.]), array([2.])]
     """
 
-    __slots__ = ("_apart", "_backend", "_blocks", "_loss", "_needs", "_number", "threshold")
+    __slots__ = (
+        "_backend",
+        "_blocks",
+        "_divided",
+        "_measured",
+        "_needs",
+        "_number",
+        "absent",
+        "labels",
+        "norms",
+        "present",
+        "threshold",
+        "xp",
+    )
 
     def __init__(  # noqa: PLR0913 - made by one function, which has these
         self,
         backend: Backend,
-        blocks: Sequence[Rows],
+        blocks: Sequence[Block],
+        measured: Measured,
         number: int,
         needs: Collection[str] = (),
-        loss: Any = None,
         *,
-        apart: bool = False,
+        divided: bool = False,
     ) -> None:
-        self._backend, self._blocks, self._number, self._needs, self._loss = (
-            backend,
-            blocks,
-            number,
-            needs,
-            loss,
-        )
-        self._apart = apart
+        self._backend = backend
+        self._blocks = blocks
+        self._measured = measured
+        self._number = number
+        self._needs = needs
+        self._divided = divided
         """Whether some norms lie in other processes."""
+
+        norms: Any = measured.finite_norms
+        block, present = blocks[number], measured.present
+        self.xp: Any = backend.xp
+        """The array API namespace of the norms; NumPy's where the host can read them at no cost."""
+        self.norms: Array = norms[number]
+        """The norms of this block, of shape ``(k, *kept)``."""
+        self.labels: Sequence[Any] = block.labels
+        """The label of each row's group.
+
+        ``None`` or the number of a leaf where leaves are not grouped by labels.
+        """
+        self.present: Array | None = None if present is None else present[number]
+        """For each row, whether some process has a gradient of its group.
+
+        ``None`` where this process knows.
+        """
+        self.absent: Sequence[bool] = block.absent if present is None else ()
+        """For each row, whether all gradients of its group are absent and its norm is 0;
+        empty if no gradient is.
+        """
         self.threshold: Array | None = None
         """The norms above which a limit clips, if it then clips to less.
 
         Set by the limit, and broadcast as limits.
         """
-
-    @property
-    def xp(self) -> Any:
-        """The array API namespace of the norms; NumPy's where the host can read them at no cost."""
-        return self._backend.xp
-
-    @property
-    def norms(self) -> Array:
-        """The norms of this block, of shape ``(k, *kept)``."""
-        return self._blocks[self._number].norms
-
-    @property
-    def labels(self) -> Sequence[Any]:
-        """The label of each row's group.
-
-        ``None`` or the number of a leaf where leaves are not grouped by labels.
-        """
-        return self._blocks[self._number].labels
-
-    @property
-    def absent(self) -> Sequence[bool]:
-        """For each row, whether all gradients of its group are absent and its norm is 0;
-        empty if no gradient is.
-        """
-        return self._blocks[self._number].absent
-
-    @property
-    def present(self) -> Array | None:
-        """For each row, whether some process has a gradient of its group.
-
-        ``None`` where this process knows.
-        """
-        return self._blocks[self._number].present
 
     @property
     def count(self) -> Any:
@@ -151,21 +122,18 @@ class Context:
         A 0-d array where these are joined.
         """
         self._check_not_sharded("count")
-        known = sum(
-            len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None
-        )
-        present = [
-            self.xp.sum(self.xp.astype(b.present, b.norms.dtype))
-            for b in self._blocks
-            if b.present is not None
-        ]
-        return sum(present, known) if present else known
+        if self._measured.present is None:
+            return sum([len(block.labels) - sum(block.absent) for block in self._blocks])
+        dtype = self.norms.dtype
+        counts = [self.xp.sum(self.xp.astype(rows, dtype)) for rows in self._measured.present]
+        return sum(counts)
 
     @property
     def params(self) -> Array:
         """The norms of the parameters, like ``norms``; requires ``"params"`` in ``needs``."""
         self._check_needed("params")
-        return self._blocks[self._number].params
+        params: Any = self._measured.params
+        return params[self._number]
 
     @property
     def sizes(self) -> Array:
@@ -174,7 +142,8 @@ class Context:
         Requires ``"sizes"`` in ``needs``.
         """
         self._check_needed("sizes")
-        return self._blocks[self._number].sizes
+        sizes: Any = self._measured.sizes
+        return sizes[self._number]
 
     @property
     def loss(self) -> Any:
@@ -183,7 +152,8 @@ class Context:
         Requires ``"loss"`` in ``needs``.
         """
         self._check_needed("loss")
-        return None if self._loss is None else self.asarray(self._loss, self.xp.float32)
+        loss = self._measured.loss
+        return None if loss is None else self.asarray(loss, self.xp.float32)
 
     def total(self, function: Callable[[Context], Array]) -> Array:
         """Return the sum of all entries of ``function(context)`` over all blocks: 0-d,
@@ -225,34 +195,37 @@ class Context:
 
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""
-        block, rows = self._blocks[self._number], slice(number, number + 1)
-        params, sizes = (
-            values if values is None else values[rows, ...]
-            for values in (block.params, block.sizes)
-        )
-        present = None if block.present is None else block.present[rows]
-        alone = Rows(
-            block.norms[rows, ...], block.labels[rows], params, sizes, block.absent[rows], present
-        )
-        return Context(self._backend, [alone], 0, self._needs, self._loss, apart=self._apart)
+        rows = slice(number, number + 1)
+        block = self._blocks[self._number]
+        of_row = block._replace(groups=block.groups[rows], labels=block.labels[rows])
+        measured = self._measured
+        fields: dict[str, Any] = {"finite_norms": [self.norms[rows, ...]]}
+        for name, arrays in (("params", measured.params), ("sizes", measured.sizes)):
+            fields[name] = None if arrays is None else [arrays[self._number][rows, ...]]
+        fields["present"] = None if self.present is None else [self.present[rows]]
+        return self._like([of_row], measured._replace(**fields), 0)
+
+    def _like(self, blocks: Sequence[Block], measured: Measured, number: int) -> Context:
+        divided = self._divided
+        return Context(self._backend, blocks, measured, number, self._needs, divided=divided)
 
     def _reduce_blocks(
         self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]
     ) -> Array:
-        each = [
-            Context(self._backend, self._blocks, n, self._needs, self._loss)
-            for n in range(len(self._blocks))
-        ]
-        values = [reduce(value) for value in map(function, each) if 0 not in value.shape] or [
-            self.asarray(0)
-        ]
-        if len(values) == 1:
-            return values[0]
-        dtype = self.xp.result_type(*[value.dtype for value in values])
-        return reduce(self.xp.stack([self.asarray(value, dtype) for value in values]))
+        reduced = []
+        for number in range(len(self._blocks)):
+            value = function(self._like(self._blocks, self._measured, number))
+            if 0 not in value.shape:
+                reduced.append(reduce(value))
+        if not reduced:
+            return self.asarray(0)
+        if len(reduced) == 1:
+            return reduced[0]
+        dtype = self.xp.result_type(*[value.dtype for value in reduced])
+        return reduce(self.xp.stack([self.asarray(value, dtype) for value in reduced]))
 
     def _check_not_sharded(self, name: str) -> None:
-        if self._apart:
+        if self._divided:
             msg = (
                 f"context.{name} looks at all norms, and of norms along axes that are divided "
                 "among processes each process has its own: take a scope of whole leaves, such as "

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.fast_path import run_fast_path
 from uniclip._core.step import run_step
 from uniclip._errors import LIMIT, article, check, check_range, nonnegative, number, summarize
 from uniclip._types import Array, NonFinite, Step
 from uniclip.api import clip_
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.fast_path import fast_path, gradients_of
+from uniclip.backends.torch.fast_path import gradients_of
 from uniclip.integrations.torch.processes import check_shards
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_global_norm, by_value
@@ -101,15 +102,24 @@ def clip_grad_norm_(
     """
     if hasattr(parameters, "__next__"):  # a generator is read once, and an empty one is warned of
         parameters = list(parameters) or parameters
-    numbers = type(max_norm) in _NUMBERS and type(norm_type) in _NUMBERS
-    if numbers and norm_type == 2 and all_reduce is None and shared is None:
-        norm = _clipped_in_lane(parameters, max_norm, error_if_nonfinite)
-        if norm is not None:
+    rule = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) in _NUMBERS else None
+    at_least_0 = type(max_norm) in _NUMBERS and max_norm >= 0  # type: ignore[operator]
+    alone = all_reduce is None and shared is None
+    if rule is not None and at_least_0 and alone and type(parameters) is list:
+        if _DISTRIBUTED and torch.distributed.is_initialized():
+            check_shards(parameters, "parameters", rule, None)
+        present = gradients_of(parameters)
+        result = None
+        if present is not None:
+            result = run_fast_path(rule, BACKEND, present, max_norm, _IN_PLACE)
+        if result is not None:
+            norm = result.norm
+            if type(norm) is float:
+                norm = torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU)
             return norm
     tensors = _tensors(parameters, "parameters")
     limit = max_norm if type(max_norm) is float and max_norm >= 0 else _limit("max_norm", max_norm)
-    known = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) is float else None
-    rule = known or _rule(norm_type, error_if_nonfinite)
+    rule = rule or _rule(norm_type, error_if_nonfinite)
     if _DISTRIBUTED and torch.distributed.is_initialized():
         check_shards(tensors, "parameters", rule, all_reduce)
     grads = _grads_of(tensors)
@@ -125,30 +135,7 @@ def clip_grad_norm_(
         [grad is not None and grad.requires_grad for grad in grads]
     )
     with torch.no_grad() if recorded else nullcontext():
-        decision = run_step(rule, grads, NOTHING, step, limit)
-        decision.clip_leaves()
-        return decision.norms()
-
-
-def _clipped_in_lane(
-    parameters: Any, max_norm: Any, error_if_nonfinite: bool
-) -> torch.Tensor | None:
-    """Clip in place, and return the norm, where there are parameters whose gradients the lane
-    takes; else ``None``.
-    """
-    grads = gradients_of(parameters) if type(parameters) is list and max_norm >= 0 else None
-    # where the lane does not look
-    if grads is None or (error_if_nonfinite and not parameters[0].is_cpu):
-        return None
-    if _DISTRIBUTED and torch.distributed.is_initialized():
-        check_shards(parameters, "parameters", _RULES[2.0, False], None)
-    result = fast_path(grads, max_norm, in_place=True)
-    if result is None:
-        return None
-    norm: Any = result.norm
-    return (
-        torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU) if type(norm) is float else norm
-    )
+        return run_step(rule, grads, NOTHING, step, limit).norms()
 
 
 def clip_grad_value_(
@@ -232,9 +219,8 @@ def get_total_norm(
             return torch.tensor(0.0)
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return run_step(
-            rule, values, NOTHING, Step(all_reduce=all_reduce, shared=shared), math.inf
-        ).norms()
+        step = Step(all_reduce=all_reduce, shared=shared)
+        return run_step(rule, values, NOTHING, step, math.inf, apply=None).norms()
 
 
 def clip_grads_with_norm_(
@@ -273,9 +259,8 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     rule, norm = by_global_norm(_limit("max_norm", max_norm)), _known(total_norm)
-    run_step(
-        rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)
-    ).clip_leaves()
+    grads = _grads_of(_tensors(parameters, "parameters"))
+    run_step(rule, grads, NOTHING, Step(norm=norm, in_place=True))
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)

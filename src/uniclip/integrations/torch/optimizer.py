@@ -14,7 +14,6 @@ from weakref import ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from uniclip._core.apply import FastStepResult
 from uniclip._core.collectives import (
     AllReduce,
     Shared,
@@ -23,12 +22,13 @@ from uniclip._core.collectives import (
     keep_reference,
     reducer_of,
 )
+from uniclip._core.fast_path import report_fast_path, run_fast_path
 from uniclip._core.tree import place
 from uniclip._errors import check, counted, stable, summarize
-from uniclip._types import Number
+from uniclip._types import Number, Step
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch.fast_path import fast_path, gradients_of
+from uniclip.backends.torch.fast_path import gradients_of
 from uniclip.clipper import Clipper
 from uniclip.compose import AnyRule
 from uniclip.integrations import check_answers_differ_in, check_record, looks_at, rule_for_steps
@@ -70,6 +70,7 @@ _SKIPPING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 That of SGD leaves its momentum uninitialized in a first step that is skipped.
 """
+_IN_PLACE = Step(in_place=True)
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
 
@@ -322,16 +323,12 @@ class Attached:
         for one in (stepped.outer, *stepped.inner):
             _rules[one] = self.rule
 
-        rule = clipper.rule
-        fits = type(rule) is Rule and rule.simple and type(rule.constant) in {float, int}
-        alone = (
-            all_reduce is None
-            and shared is None
-            and clipper.record is None
-            and self._wrapper is None
-        )
-        self._lane_rule: Any = rule if fits and alone else None
-        """The rule, if its steps may take the lane."""
+        self._fast_rule: Rule | None = None
+        """The rule, if its steps may take the fast path, which decides by itself."""
+        # A recorder wants the norms of all leaves, and a wrapper has work around the step.
+        alone = all_reduce is None and clipper.record is None and self._wrapper is None
+        if alone and type(clipper.rule) is Rule:
+            self._fast_rule = clipper.rule
 
     def _add_hooks(self) -> None:
         """Add the hooks around steps and states, where the optimizer has them,
@@ -540,8 +537,8 @@ class Attached:
         if (
             closure is None
             and not kwargs
-            and self._lane_rule is not None
-            and self._clip_in_lane(self._lane_rule)
+            and self._fast_rule is not None
+            and self._clip_on_fast_path(self._fast_rule)
         ):
             return None
         wrapper = self._wrapper
@@ -711,10 +708,10 @@ class Attached:
             warn(msg)
         self._lacks_memory = False
 
-    def _clip_in_lane(self, rule: Rule) -> bool:
-        """Clip in the lane.
+    def _clip_on_fast_path(self, rule: Rule) -> bool:
+        """Clip on the fast path.
 
-        Return False, with nothing changed, if the step needs the general way.
+        Return ``False``, with nothing changed, if the step takes the general way.
         """
         optimizer = self.optimizer
         # A step that failed has left something behind.
@@ -727,12 +724,14 @@ class Attached:
             or getattr(optimizer, "found_inf", None) is not None
         ):
             return False
-        groups = optimizer.param_groups  # a lane has no optimizers inside
+        groups = optimizer.param_groups  # without a wrapper there are no optimizers inside
         grads = gradients_of(groups[0]["params"] if len(groups) == 1 else self._params())
-        result = None if grads is None else fast_path(grads, rule.constant, in_place=True)
-        if result is None:
+        if grads is None:
             return False
-        self._clipper.hold_report(FastStepResult(rule, BACKEND, list, result, None).report())
+        numbers = run_fast_path(rule, BACKEND, grads, rule.constant, _IN_PLACE)
+        if numbers is None:
+            return False
+        self._clipper.hold_report(report_fast_path(BACKEND, numbers))
         return True
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
@@ -859,7 +858,7 @@ class Attached:
             wrapper.depth -= 1
             if wrapper.depth > 0:
                 return
-        if self._taken is None:  # the lane
+        if self._taken is None:  # the fast path
             return
         try:
             self._check_closure()

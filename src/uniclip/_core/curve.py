@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: MIT
+"""Ask the curve of a rule for the factors of norms and limits.
+
+`hard`, the usual curve, has shorter formulas of its own where a compiler or an accelerator computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from uniclip._core.limit import NUMBERS, raise_if_numpy
+from uniclip._core.measure import Measured
+from uniclip._core.plan import Plan
+from uniclip._errors import summarize
+from uniclip._types import Factors, Flags, Limits, Namespace, Norms
+from uniclip.backends.arrays import broadcasts
+from uniclip.backends.base import TRACED, cast
+from uniclip.curves import RejectAbove, hard, never_amplifies
+
+if TYPE_CHECKING:
+    from uniclip.rule import Choices
+
+
+def compute_factors(
+    rule: Choices, plan: Plan, measured: Measured, limits: Sequence[Any], constant: Any
+) -> list[Any]:
+    """Return the curve's factors for each block: 1 where nothing is limited, NaN where a norm or a
+    limit is not finite.
+
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. A limit equal to
+    the largest number of the norms' dtype limits nothing; a constant number ∞ leaves even NaN as it
+    is. The finite norms may be the norms themselves under a constant limit.
+    """
+    # To a compiler no symbol is ∞. A bound on norms holds whatever the limit is.
+    bounded = isinstance(rule.curve, RejectAbove)
+    only_measures = isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded
+    if only_measures:
+        return [plan.math.xp.ones_like(norms) for norms in measured.norms]
+
+    finite_norms: Any = measured.finite_norms
+    factors = []
+    for norms, finite, of_block in zip(measured.norms, finite_norms, limits, strict=True):
+        if isinstance(of_block, NUMBERS) and of_block >= plan.math.largest_norm and not bounded:
+            factors.append(plan.math.xp.ones_like(norms) + (norms - norms))
+        else:
+            factors.append(_factors_of_block(rule, plan, norms, finite, of_block))
+    return factors
+
+
+def zero_where_skipped(
+    rule: Choices,
+    plan: Plan,
+    measured: Measured,
+    factors: Sequence[Factors],
+    step_finite: Flags | None,
+) -> list[Any]:
+    """Return the factors with 0 for norms, or by ``"skip"`` for steps, that are not finite."""
+    math_ = plan.math
+    finite_norms: Any = measured.finite_norms
+    zeroed = []
+    for norms, finite, of_block in zip(measured.norms, finite_norms, factors, strict=True):
+        if rule.nonfinite == "skip":
+            kept = math_.backend.to_device_of(norms, step_finite)
+        else:
+            kept = math_.each_finite(norms, finite)
+        zeroed.append(math_.xp.where(kept, of_block, 0.0))
+    return zeroed
+
+
+def _factors_of_block(
+    rule: Choices, plan: Plan, norms: Norms, finite_norms: Norms, limits: float | Limits
+) -> Factors:
+    """Return the factors of a block whose norms may be limited."""
+    math_, xp = plan.math, plan.math.xp
+    # A compiler divides by a constant as it multiplies by its reciprocal, which has to be a normal
+    # number.
+    is_number = isinstance(limits, NUMBERS)
+    has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
+    as_array = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
+    as_array = cast(xp, as_array, norms.dtype)
+
+    if rule.curve is hard and math_.mode == TRACED:
+        divide = _divide_by_larger if has_reciprocal else _divide_where_limited
+        return math_.backend.fast_values(divide, _hard)(norms, as_array)
+
+    # An accelerator takes half as many kernels for these as for the curve.
+    rejects_above = isinstance(rule.curve, RejectAbove)
+    if math_.on_device and has_reciprocal and (rule.curve is hard or rejects_above):
+        factors = as_array / xp.clip(finite_norms, limits, None)
+        if isinstance(rule.curve, RejectAbove):
+            factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
+        return factors
+    if math_.on_device and rule.curve is hard:
+        return _divide_where_above(xp, finite_norms, as_array)
+
+    factors = _ask_curve(rule, plan, norms, as_array) + (norms - norms)
+    # `hard` propagates the NaN of a limit. The limits of uniclip are numbers if the norms are.
+    checked = rule.limits_checked and rule.constant is None
+    if is_number or rule.curve is hard or checked:
+        return factors
+    return factors + (as_array - as_array)
+
+
+def _hard(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
+    """Return the factor of the curve `hard`, NaN where the norm is not finite."""
+    return hard(xp, norm, limit) + (norm - norm)
+
+
+def _divide_by_larger(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
+    """Return the same by fewer operations, for limits above 0.
+
+    The division is last, or XLA makes it in each user.
+    """
+    return limit / (xp.maximum(norm, limit) + (norm - norm))
+
+
+def _divide_where_limited(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
+    """Return the same for limits that may be 0, or so large that nothing is limited,
+    where it divides 1 by 1.
+    """
+    within = norm <= limit
+    return xp.where(within, 1.0, limit) / (xp.where(within, 1.0, norm) + (norm - norm))
+
+
+def _divide_where_above(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
+    """Return the factor of the curve `hard` for norms that are NaN where they are not finite."""
+    within = norm <= limit
+    return xp.where(within, 1.0, limit) / xp.where(within, 1.0, norm)
+
+
+def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Factors:
+    """Return the factors of a curve, validated, and 1 where nothing is limited."""
+    math_, xp = plan.math, plan.math.xp
+    curve: Any = rule.curve
+    # PyTorch 2.11 and 2.12 compile no call of an object that is made in compiled code. Most curves
+    # are functions, whose `__call__` no compiler knows.
+    call = curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve
+    try:
+        factors = call(xp, norms, limits)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise_if_numpy(plan, curve, error)
+        raise
+
+    fits = isinstance(factors, NUMBERS)
+    if not fits and hasattr(factors, "dtype"):
+        fits = broadcasts(factors.shape, norms.shape)
+    if not fits:
+        msg = (
+            f"the factor that {summarize(curve)} returned must be a number, or an array like the "
+            f"norms, of shape {tuple(norms.shape)}, got {summarize(factors)}"
+        )
+        raise TypeError(msg)
+
+    factors = xp.asarray(factors, dtype=norms.dtype)
+    if never_amplifies(curve):
+        return factors
+    factors = xp.where(factors > math_.largest_factor, math_.largest_factor, factors)
+    # A condition on another device would have to be read.
+    limits = math_.backend.to_device_of(norms, limits)
+    return xp.where(limits >= math_.largest_norm, xp.ones_like(factors), factors)

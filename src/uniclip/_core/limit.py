@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: MIT
+"""Ask the limit of a rule how large norms may be, and validate its limits and its state.
+
+Which norms count as not finite is decided in `uniclip._core.step`: here they are NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import optree
+
+from uniclip._core.measure import Measured, zero_norms
+from uniclip._core.plan import Plan, raise_if_rows
+from uniclip._core.tree import OpenedTree
+from uniclip._errors import real, summarize
+from uniclip._types import Norms, Tensor
+from uniclip.backends.arrays import check_shape
+from uniclip.backends.base import NUMPY
+from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
+
+if TYPE_CHECKING:
+    from uniclip.rule import Choices
+
+NUMBERS = (float, int, np.float32, np.bool_)
+"""The types that are a limit by themselves (float64 is a float); longdouble is wider."""
+
+
+def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
+    """Return the state before the first step."""
+    norms = zero_norms(plan, tree)
+    zeros = Measured(norms, finite_norms=norms)
+    states = []
+    for number in range(len(plan.blocks)):
+        context = Context(plan.math.library, plan.blocks, zeros, number)
+        states.append(rule.limit.init(context.norms, context))
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def find_limits(  # noqa: PLR0913, PLR0917 - called in one place
+    rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any, constant: Any
+) -> tuple[list[Any], list[Any] | None, Any]:
+    """Return the limits of each block, numbers or arrays, the thresholds if there are some, and the
+    next state.
+    """
+    if tree.wrapped:
+        _raise_if_limits_by_row(rule, plan, tree, constant)
+    if constant is None:
+        return _ask_limit(rule, plan, tree, measured, state)
+    finite_norms: Any = measured.finite_norms
+    limits = [_check_limits(plan, constant, norms, checked=False) for norms in finite_norms]
+    return limits, None, state
+
+
+def _ask_limit(
+    rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any
+) -> tuple[list[Any], list[Any] | None, Any]:
+    """Return what `find_limits` returns, for a limit that is no constant."""
+    limit = rule.limit
+    norms: Any = measured.finite_norms
+    states = [state] * len(norms)
+    if limit.stateful:
+        # A step without gradients changes no state.
+        if not tree.leaf_info.present and plan.collectives is None:
+            return [math.inf] * len(norms), None, state
+        _check_state(rule, plan, state)
+        states = [state] if len(norms) == 1 else state
+
+    divided = plan.collectives is not None and plan.collectives.divided
+    backend, blocks = plan.math.backend, plan.norm_blocks
+    contexts = [
+        Context(backend, blocks, measured, number, limit.needs, divided=divided)
+        for number in range(len(norms))
+    ]
+    answers = [
+        _ask_about_block(rule, plan, context, old)
+        for context, old in zip(contexts, states, strict=True)
+    ]
+    limits = [
+        _check_limits(plan, of_block, context.norms, checked=rule.limits_checked)
+        for (of_block, _), context in zip(answers, contexts, strict=True)
+    ]
+    thresholds = None
+    if any([context.threshold is not None for context in contexts]):
+        thresholds = [
+            of_block if context.threshold is None else _check_threshold(plan, context)
+            for context, of_block in zip(contexts, limits, strict=True)
+        ]
+    if not limit.stateful:
+        return limits, thresholds, state
+
+    new_states = [
+        old if new is None else new for (_, new), old in zip(answers, states, strict=True)
+    ]
+    return limits, thresholds, new_states[0] if len(new_states) == 1 else tuple(new_states)
+
+
+def _check_threshold(plan: Plan, context: Context) -> Any:
+    """Return the thresholds of a block in the range of the norms' dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they have the wrong shape.
+    """
+    check_shape("threshold", context.threshold, context.norms)
+    return plan.math.at_most_largest(context.threshold)
+
+
+def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
+    """Return the limits of a block's norms, and its next state,
+    ``None`` if all its gradients are absent.
+    """
+    limit, math_ = rule.limit, plan.math
+    # Without any gradient, the shape of the norms is unknown.
+    if limit.stateful and context.absent and all(context.absent):
+        return math.inf, None
+
+    old = optree.tree_map(partial(math_.recall, context.norms), state)
+    try:
+        # Not `limit(...)`: PyTorch 2.11 and 2.12 compile no call of an object that is made in
+        # compiled code.
+        returned = limit.__call__(context.norms, old, context)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise_if_numpy(plan, limit, error)
+        raise
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        msg = (
+            f"{summarize(limit)} must return (limits, state), the limits and the next state, got "
+            f"{summarize(returned)}"
+        )
+        raise TypeError(msg)
+
+    limits, new = returned
+    if not hasattr(limits, "dtype"):
+        wanted = (
+            "a number or an array of real numbers that broadcasts against norms of shape "
+            f"{tuple(context.norms.shape)}"
+        )
+        limits = real(f"the limit of {summarize(limit)}", limits, wanted)
+    if not limit.stateful:
+        return limits, state
+    return limits, _keep_state(rule, plan, context, new, old)
+
+
+def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any) -> Any:
+    """Return the next state of a block as the library's arrays, detached, in which absent groups
+    have their old rows.
+    """
+    math_ = plan.math
+    absent = find_absent(plan, context.absent, context.present)
+    if absent is not None and isinstance(rule.limit, PerGroup):
+        rows = []
+        for number, (new_row, old_row) in enumerate(zip(new, old, strict=True)):
+            is_absent = absent[number : number + 1, ...]
+            rows.append(_restore_absent_rows(plan, new_row, old_row, is_absent))
+        new = tuple(rows)
+    elif absent is not None:
+        new = _restore_absent_rows(plan, new, old, absent)
+
+    if math_.host:
+        return optree.tree_map(lambda array: math_.to_library(np.asarray(array)), new)
+    return optree.tree_map(math_.library.detach, new)
+
+
+def find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
+    """Return for each row of a block whether all its gradients are absent, ``None`` if none is."""
+    if present is not None:
+        return plan.math.xp.logical_not(present)
+    if not absent:
+        return None
+    [flags] = plan.math.constants([np.asarray(absent)])
+    return flags
+
+
+def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Tensor) -> Any:
+    """Return the new state with the old rows of groups whose gradients are all absent."""
+    xp, count = plan.math.xp, absent.shape[0]
+
+    def restore(new: Tensor, old: Tensor) -> Tensor:
+        has_rows = len(new.shape) > 0 and new.shape[0] == count
+        # Shared by all rows.
+        if not has_rows and count > 1:
+            return new
+        shape = (count,) + (1,) * (len(new.shape) - 1) if has_rows else ()
+        flags = plan.math.backend.to_device_of(new, xp.reshape(absent, shape))
+        return xp.where(flags, old, new)
+
+    return optree.tree_map(restore, new, old)
+
+
+def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
+    """Raise an error that explains NumPy's arrays, if a limit or a curve failed on them."""
+    if plan.math.backend is not plan.math.library and "numpy" in str(error):
+        msg = (
+            f"{summarize(choice)}: {error}. Where the host can read the gradients, norms are "
+            "NumPy's arrays: use the functions of context.xp in a limit, of xp in a curve, not "
+            "those of one library"
+        )
+        raise TypeError(msg) from error
+
+
+# What is validated.
+
+
+def _check_limits(plan: Plan, limits: Any, norms: Norms, *, checked: bool) -> Any:
+    """Return limits in the range of the norms' dtype.
+
+    ``checked`` if none is negative: they come from numbers that were checked when a rule was made.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they have the wrong shape; if a limit that can be read is negative or NaN.
+    """
+    math_, xp, backend = plan.math, plan.math.xp, plan.math.backend
+    largest = math_.largest_norm
+    if isinstance(limits, NUMBERS):
+        if not limits >= 0:
+            # The limit of a norm that is not finite need not be a number.
+            any_finite = not backend.readable(norms) or bool(xp.any(xp.isfinite(norms)))
+            if any_finite:
+                raise ValueError(_describe_negative(limits))
+        # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` again for each number.
+        return largest if limits > largest else limits  # noqa: FURB136
+
+    if not isinstance(limits, NUMPY):
+        limits = math_.read_foreign(limits)
+    if math_.host and not isinstance(limits, NUMPY):
+        limits = math_.library.as_numpy(math_.library.xp.asarray(limits))
+    limits = backend.to_device_of(norms, xp.asarray(limits, dtype=norms.dtype))
+    check_shape("limit", limits, norms)
+    if backend.readable(limits) and backend.readable(norms) and not bool(xp.all(limits >= 0)):
+        wrong = xp.logical_not(limits >= 0) & xp.isfinite(norms)
+        if bool(xp.any(wrong)):
+            raise ValueError(_describe_negative(limits))
+    if isinstance(limits, np.ndarray) or checked:
+        return math_.at_most_largest(limits)
+    return xp.clip(limits, 0, largest)
+
+
+def _describe_negative(limits: Any) -> str:
+    shown = summarize(limits) if getattr(limits, "shape", ()) else limits
+    return f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
+
+
+def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constant: Any) -> None:
+    """Raise if a limit, or counts, have a value for each row of a sparse leaf."""
+    of_groups: dict[Any, Any] = {}
+    if constant is None and isinstance(rule.limit, PerGroup):
+        of_groups = dict(rule.limit.limits)
+    for number in tree.leaf_info.wrapped:
+        block, row = plan.places[number]
+        kept = plan.blocks[block].kept
+        if not kept:
+            continue
+
+        limit: Any = rule.limit if constant is None else constant
+        if of_groups:
+            limit = of_groups.get(plan.blocks[block].labels[row])
+        if isinstance(limit, Constant):
+            limit = limit.value
+        elif isinstance(limit, Relative):
+            limit = limit.counts
+        # A compiler asks no number for its shape.
+        shape = () if isinstance(limit, NUMBERS) else getattr(limit, "shape", ())
+        if len(shape) >= kept and shape[-kept] != 1:
+            raise_if_rows(tree, plan.axes, rule, "has a limit")
+
+
+def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
+    """Raise if a state is not of this rule, or not for this number of norms."""
+    limit, blocks = rule.limit, plan.blocks
+    states = [state] if len(blocks) == 1 else state
+    # The states of uniclip's own limits are named tuples of arrays with a row for each norm.
+    built_in = type(limit).__module__.startswith("uniclip.limits.")
+    fits = True
+    if built_in and not isinstance(limit, PerGroup):
+        fits = isinstance(states, (list, tuple)) and len(states) == len(blocks)
+        fits = fits and all([hasattr(of_block, "_fields") for of_block in states])
+    if state is None or isinstance(state, NoState) or not fits:
+        msg = (
+            "state must be what rule.init(grads) returns, or an update before, for "
+            f"{summarize(rule)}, got {summarize(state)}"
+        )
+        raise TypeError(msg)
+    if not built_in:
+        return
+
+    for of_block, block in zip(states, blocks, strict=True):
+        if isinstance(limit, PerGroup):
+            rows = [len(of_block)]
+        else:
+            rows = [array.shape[0] for array in of_block if len(array.shape)]
+        if rows and rows[0] != len(block.groups):
+            msg = (
+                f"the state of {summarize(rule)} is for {rows[0]} norms, but there are "
+                f"{len(block.groups)}: it was made for other gradients"
+            )
+            raise ValueError(msg)
