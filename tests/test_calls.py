@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import uniclip as uc
-from kit.devices import on_torch
+from kit.devices import is_on_host, on_torch
 from kit.frameworks import EAGER, Framework
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "calls.json").read_text(encoding="utf-8"))
@@ -214,6 +214,7 @@ def kernels(rule: Any, leaves: int, dtype: str) -> int:
     """Return how many kernels a step of a rule starts on an accelerator, without Triton."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
     count = 0
 
@@ -224,7 +225,9 @@ def kernels(rule: Any, leaves: int, dtype: str) -> int:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             nonlocal count
-            count += starts(func, args)
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if not (tensors and all(map(is_on_host, tensors))):
+                count += starts(func, args)
             return func(*args, **(kwargs or {}))
 
     kinds = {"mixed": [torch.float32, torch.bfloat16]}.get(dtype)

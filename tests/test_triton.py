@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # which notes the attributes of tensors, before they are patched
+from test_calls import INLINED, judge
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
+import kit.devices
 import uniclip as uc
 from kit.devices import elsewhere
 
@@ -30,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),
 ]
 HERE = Path(__file__).parent
+FAKED = kit.devices.__file__
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "float64": 1e-10, "mixed": 1e-2}
 SHAPES = {
     "w": (300, 70),
@@ -54,6 +57,18 @@ RULES = {
     "rms": uc.by_block_rms(0.1),
     "zero": uc.by_global_norm(1.0, nonfinite="zero"),
 }
+
+
+MANY = {name: rule for name, rule in RULES.items() if name != "zero"} | {
+    "skip_above": uc.by_global_norm(1.0, skip_above=4.0),
+    "autoclip": uc.autoclip(),
+    "percentile_clipping": uc.percentile_clipping(),
+    "skip_spikes": uc.skip_spikes(),
+    "log_zscore": uc.log_zscore(),
+    "norm_growth": uc.norm_growth(),
+    "by_group_norm": uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0] % 2),
+}
+"""Rules whose steps do as much for many leaves as for few."""
 
 
 @pytest.fixture
@@ -129,9 +144,14 @@ WITHOUT_KERNEL = {
 """Operations that only make views or memory, or call others, which are counted."""
 
 
+ON_HOST = "scalar_tensor"
+"""The operation that makes a number of the host, which becomes an argument of kernels."""
+
+
 def starts_kernel(event: Any) -> bool:
     """Return whether an event of the profiler is an operation that an accelerator runs."""
-    if not event.name.startswith("aten::") or event.name[6:] in WITHOUT_KERNEL:
+    name = event.name[6:]
+    if not event.name.startswith("aten::") or name in WITHOUT_KERNEL or name == ON_HOST:
         return False
     parent = event.cpu_parent
     while parent is not None:
@@ -144,11 +164,18 @@ def starts_kernel(event: Any) -> bool:
     return True
 
 
+def usual(rule: Any, leaves: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return gradients, and what else a step of a rule takes."""
+    grads, params = ([torch.ones(8, 4 + number % 10) for number in range(leaves)] for _ in range(2))
+    needs = getattr(getattr(rule, "limit", None), "needs", ())
+    given = {"params": params} if "params" in needs else {}
+    return grads, given | ({"loss": torch.ones(())} if "loss" in needs else {})
+
+
 def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
     """Return how many kernels of Triton, and of PyTorch, a step in place starts."""
-    grads, params = ([torch.ones(8, 4 + number % 10) for number in range(leaves)] for _ in range(2))
-    with_params = "params" in getattr(getattr(rule, "limit", None), "needs", ())
-    step = partial(rule.update, params=params if with_params else None, in_place=True)
+    grads, given = usual(rule, leaves)
+    step = partial(rule.update, in_place=True, **given)
     with elsewhere():
         _, state, _ = step(grads, rule.init(grads))
         started.clear()
@@ -162,22 +189,71 @@ def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
     ("name", "most"),
     {
         "global": (3, 0),
-        "skip": (3, 15),
-        "norm": (2, 9),
+        "skip": (3, 5),
+        "skip_above": (3, 5),
+        "norm": (3, 2),
         "value": (1, 0),
-        "agc": (3, 19),
-        "rows": (2, 10),
-        "zclip": (3, 55),
-        "adagc": (2, 56),
-        "rms": (2, 10),
+        "agc": (5, 8),
+        "rows": (3, 2),
+        "rms": (3, 6),
+        "zclip": (3, 34),
+        "adagc": (3, 42),
+        "autoclip": (3, 32),
+        "percentile_clipping": (3, 16),
+        "skip_spikes": (3, 50),
+        "log_zscore": (3, 41),
+        "norm_growth": (3, 17),
+        "by_group_norm": (3, 5),
     }.items(),
 )
 def test_launches(started: list[str], name: str, most: tuple[int, int]) -> None:
-    """As many kernels start for 20 and 148 leaves as for two."""
-    few, more, many = (launches(RULES[name], leaves, started) for leaves in (2, 20, 148))
+    """As many kernels start for 148 and 1,000 leaves as for two."""
+    few, more, many = (launches(MANY[name], leaves, started) for leaves in (2, 148, 1000))
     assert few[0] > 0
-    assert more == many
+    assert few == more == many
     assert all(a <= b for a, b in zip(many, most, strict=True)), (name, few, many)
+
+
+CALLS_A_LEAF = 25
+"""The most calls of functions, for each of 148 leaves, that a step may take."""
+
+
+def host_calls(rule: Any, leaves: int) -> tuple[int, int]:
+    """Return how many functions of Python, and others, a settled step of a clipper calls where
+    kernels do nothing; those of the faked device are left out.
+    """
+    grads, given = usual(rule, leaves)
+    clipper = uc.Clipper(rule)
+    counts = {"call": 0, "c_call": 0}
+
+    def listen(frame: Any, event: str, arg: Any) -> None:
+        inlined = event == "call" and frame.f_code.co_name in INLINED
+        if event in counts and not (inlined or frame.f_code.co_filename == FAKED):
+            counts[event] += 1
+
+    with elsewhere():
+        for _ in range(3):
+            clipper.clip_(grads, **given)
+        gc.disable()  # a collection calls functions, too
+        sys.setprofile(listen)
+        try:
+            clipper.clip_(grads, **given)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return counts["call"], counts["c_call"] - 1  # but for the end of the count
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_calls_of_the_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A step calls as many functions as were recorded, for 148 leaves as for two: they are asked
+    by functions that run no code of Python for each.
+    """
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda kernel, *args, **options: None)
+    few, many = (host_calls(MANY[name], leaves) for leaves in (2, 148))
+    assert many == few
+    assert sum(many) <= CALLS_A_LEAF * 148
+    judge("on a device", name, many)
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-38])

@@ -16,12 +16,12 @@ from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.step import run_general_step, run_step
 from uniclip._core.tree import open_tree
 from uniclip._errors import LIMIT, nonnegatives, real, summarize
-from uniclip._types import Number, Step, T
+from uniclip._types import Number, Step, T, Tree
 from uniclip.compose import AnyRule, ByValue, Masked, as_rule, walk_rules
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.report import Report
-from uniclip.rule import Rule, take_step
+from uniclip.rule import BaseRule, Rule, take_step
 
 __all__ = [
     "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm",
@@ -32,7 +32,7 @@ __all__ = [
 def clip(
     grads: T,
     rule: AnyRule,
-    params: Any = None,
+    params: Tree = None,
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> tuple[T, Report]:
@@ -89,9 +89,9 @@ def clip(
 
 
 def clip_(
-    grads: Any,
+    grads: Tree,
     rule: AnyRule,
-    params: Any = None,
+    params: Tree = None,
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> Report:
@@ -137,7 +137,7 @@ def clip_(
 def clip_and_sum(
     grads: T,
     rule: Rule,
-    params: Any = None,
+    params: Tree = None,
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> tuple[T, Report]:
@@ -179,19 +179,17 @@ def clip_and_sum(
     [array([1.8, 2.4]), array([6.])]
     """
     if not isinstance(rule, Rule):
-        # What a mask leaves out would be summed without a limit.
-        parts = any([isinstance(inner, Masked) for inner in walk_rules(rule)])
-        hint = f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}" if parts else ""
-        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {summarize(rule)}{hint}"
+        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {summarize(rule)}"
+        # The leaves that a mask leaves out would be summed without a limit.
+        if any([isinstance(inner, Masked) for inner in walk_rules(rule)]):
+            msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
         raise TypeError(msg)
-    _check_state(
-        rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped"
-    )
-    step = Step(params, all_reduce, shared=shared)
+    update = "clipped, state, report = rule.update(grads, state), and add up what is clipped"
+    _check_stateless(rule, update)
+
     # The fast path knows no examples.
-    result = run_general_step(
-        rule, open_tree(grads), _NOTHING, step, rule.constant, apply=sum_examples
-    )
+    tree, step = open_tree(grads), Step(params, all_reduce, shared=shared)
+    result = run_general_step(rule, tree, _NO_STATE, step, rule.constant, apply=sum_examples)
     return result.clipped(), result.report()
 
 
@@ -263,12 +261,11 @@ def clip_by_norm(
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    rule = (_rule_of_order(_EACH, ord) if axis is None else None) or by_norm(
-        1.0, axis=axis, ord=ord
-    )
-    return run_step(
-        rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
-    ).clipped()
+    rule = _rule_of_order(_EACH, ord) if axis is None else None
+    if rule is None:
+        rule = by_norm(1.0, axis=axis, ord=ord)
+    limit = nonnegatives("max_norm", max_norm, LIMIT)
+    return run_step(rule, grads, _NO_STATE, max_norm=limit).clipped()
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
@@ -300,9 +297,8 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return run_step(
-        _AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)
-    ).clipped()
+    limit = nonnegatives("max_norm", max_norm, LIMIT)
+    return run_step(_AVERAGE, grads, _NO_STATE, max_norm=limit).clipped()
 
 
 def clip_by_global_norm(
@@ -347,13 +343,15 @@ def clip_by_global_norm(
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
+    step = _USUAL
+    if norm is not None:
+        step = Step(norm=real("norm", norm, "a number or a 0-d array"))
     limit = nonnegatives("max_norm", max_norm, LIMIT)
-    result = run_step(rule, grads, _NOTHING, step, limit)
+    result = run_step(rule, grads, _NO_STATE, step, limit)
     return result.clipped(), result.norms()
 
 
-def global_norm(grads: Any, *, ord: float = 2) -> Any:
+def global_norm(grads: Tree, *, ord: float = 2) -> Any:
     """Return the norm of all leaves together, ``(Σ|g|ᵖ)^(1/p)``.
 
     Parameters
@@ -381,31 +379,36 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     13.0
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    return run_step(rule, grads, _NOTHING, max_norm=math.inf, apply=None).norms()
+    return run_step(rule, grads, _NO_STATE, max_norm=math.inf, apply=None).norms()
 
 
-_USUAL, _NOTHING = Step(), NoState()
+_USUAL = Step()
+_NO_STATE = NoState()
 _AVERAGE = by_average_norm(1.0)
 _ALL = {p: by_global_norm(1.0, ord=p) for p in (1, 2, math.inf)}
 _EACH = {p: by_norm(1.0, ord=p) for p in _ALL}
 """Rules for the usual orders of norms; the limit is an argument of a step."""
 
 
-def _rule_of_order(rules: dict[float, Rule], ord: Any) -> Rule | None:
+def _rule_of_order(rules: dict[float, Rule], ord: object) -> Rule | None:
     """Return the rule for a usual order of the norm."""
-    return rules.get(ord) if type(ord) in {int, float} else None
+    return rules.get(ord) if type(ord) in {int, float} else None  # type: ignore[call-overload]
 
 
 def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
+    """Take a step of a rule without state."""
     rule = as_rule(rule)
     where = ", in_place=True" if step.in_place else ""
-    _check_state(rule, f"clipped, state, report = rule.update(grads, state{where})")
-    clipped, _, report = take_step(rule, grads, _NOTHING, step)
+    _check_stateless(rule, f"clipped, state, report = rule.update(grads, state{where})")
+    clipped, _, report = take_step(rule, grads, _NO_STATE, step)
     return clipped, report
 
 
-def _check_state(rule: Any, update: str) -> None:
+def _check_stateless(rule: BaseRule, update: str) -> None:
+    """Raise if a rule has state, with the call of ``update`` to use."""
     if rule.stateful:
-        how = f"use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
-        msg = f"{summarize(rule)} remembers earlier steps: {how}"
+        msg = (
+            f"{summarize(rule)} remembers earlier steps: use a uc.Clipper(rule); or "
+            f"state = rule.init(grads), then {update}"
+        )
         raise ValueError(msg)

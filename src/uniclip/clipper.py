@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ import optree
 from uniclip._core.collectives import AllReduce, Loss, Shared
 from uniclip._core.tree import Flat, flatten, place
 from uniclip._errors import check, summarize
-from uniclip._types import Number, Step, T
+from uniclip._types import Number, Step, T, Tree
 from uniclip._warnings import warn
 from uniclip.backends import outlives, to_lists, to_remember
 from uniclip.compose import AnyRule, as_rule
@@ -34,7 +33,7 @@ from uniclip.report import (
     report_outlives,
     was_skipped,
 )
-from uniclip.rule import take_step
+from uniclip.rule import BaseRule, take_step
 from uniclip.saved import (
     Leaves,
     Saved,
@@ -54,13 +53,11 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
 MAX_PENDING_REPORTS = 200
-"""How many reports wait to be averaged: so many small arrays are kept at most."""
+"""The number of reports that wait to be averaged; so many small arrays are kept at most."""
 
 
 class _Last(NamedTuple):
-    """What a clipper holds after a step, in one tuple,
-    so that other threads never see half a step.
-    """
+    """The state of a clipper after a step: one tuple, so that other threads never see half a step."""
 
     state: Any = None
     report: Report | None = None
@@ -119,9 +116,10 @@ class Clipper:
     """
 
     def __init__(self, rule: AnyRule, record: Recorder | None = None) -> None:
-        fits = record is None or hasattr(record, "norms_of")
-        check("record", record, fits, 'a recorder, such as uniclip.insight.Recorder("run.jsonl")')
-        self.rule, self.record = as_rule(rule), record
+        wanted = 'a recorder, such as uniclip.insight.Recorder("run.jsonl")'
+        check("record", record, record is None or hasattr(record, "norms_of"), wanted)
+        self.rule = as_rule(rule)
+        self.record = record
         self._last = _Last()
         self._window: _Window | None = None
         self._skipped: int | None = 0
@@ -147,7 +145,7 @@ class Clipper:
     def __call__(
         self,
         grads: T,
-        params: Any = None,
+        params: Tree = None,
         all_reduce: AllReduce | None = None,
         *,
         loss: Number | None = None,
@@ -177,8 +175,8 @@ class Clipper:
 
     def clip_(
         self,
-        grads: Any,
-        params: Any = None,
+        grads: Tree,
+        params: Tree = None,
         all_reduce: AllReduce | None = None,
         *,
         loss: Number | None = None,
@@ -187,7 +185,7 @@ class Clipper:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
         return self._step(grads, Step(params, all_reduce, loss, in_place=True, shared=shared))[1]
 
-    def init(self, grads: Any) -> None:
+    def init(self, grads: Tree) -> None:
         """Make the state before the first step, from gradients or from parameters of the
         same shapes.
 
@@ -196,7 +194,7 @@ class Clipper:
         """
         flat = flatten(grads)
         leaves = leaves_of(self.rule, flat)
-        self._last = _Last(self._first(flat, leaves), None, leaves, flat.spec)
+        self._last = _Last(self._first_state(flat, leaves), None, leaves, flat.spec)
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of the last step, see `uniclip.Report.scalars`.
@@ -252,15 +250,13 @@ class Clipper:
             return to_saved(self.rule, last.loaded, convert)
         if last.state is None or not self.rule.stateful:
             return {}
-        known = last.leaves is not None or labelled(self.rule)
-        saved = Saved(
-            last.leaves if known else leaves_of(self.rule, flatten([])), values_of(last.state)
-        )
-        return to_saved(
-            self.rule,
-            saved if last.kept is None else merge_states(self.rule, saved, last.kept),
-            convert,
-        )
+        leaves = last.leaves
+        if leaves is None and not labelled(self.rule):
+            leaves = leaves_of(self.rule, flatten([]))
+        saved = Saved(leaves, values_of(last.state))
+        if last.kept is not None:
+            saved = merge_states(self.rule, saved, last.kept)
+        return to_saved(self.rule, saved, convert)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a memory that was saved by a clipper or an integration,
@@ -282,14 +278,16 @@ class Clipper:
             loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
-        if saved and self.state is not None:
-            self.state = restore_state(
-                from_saved(saved, self.rule), self.rule, self._last.leaves, self.state
-            )
+        if not saved:
+            self._last = _Last()
+            return
+        loaded = from_saved(saved, self.rule)
+        if self.state is None:
+            self._last = _Last(loaded=loaded)
         else:
-            self._last = _Last(loaded=from_saved(saved, self.rule) if saved else None)
+            self.state = restore_state(loaded, self.rule, self._last.leaves, self.state)
 
-    def change_leaves(self, grads: Any, renamed: Mapping[str, str]) -> None:
+    def change_leaves(self, grads: Tree, renamed: Mapping[str, str]) -> None:
         """Go on with a tree of other leaves, for integrations that know which of them are the same.
 
         Leaves that were there before keep their rows of the memory, also while they are gone;
@@ -306,9 +304,11 @@ class Clipper:
         self.init(grads)
         if before.state is not None and before.leaves is not None:
             rows = Saved(before.leaves, values_of(before.state))
-            rows = rows if before.kept is None else merge_states(self.rule, rows, before.kept)
+            if before.kept is not None:
+                rows = merge_states(self.rule, rows, before.kept)
             leaves = [
-                part and [renamed.get(label, label) for label in part] for part in rows.leaves or ()
+                of_rule and [renamed.get(label, label) for label in of_rule]
+                for of_rule in rows.leaves or ()
             ]
             self._last = self._with_rows(rows._replace(leaves=leaves))[0]
         self._last = self._last._replace(report=before.report)
@@ -320,83 +320,95 @@ class Clipper:
         Rows are looked up by the names of leaves, and those of others are kept; if they are all of
         others, they are refused.
         """
-        known = from_saved(saved, self.rule)
-        if set(labels_of(known.leaves)).isdisjoint(labels_of(self._last.leaves)):
-            new: list[str] = []
-            state = restore_state(known, self.rule, self._last.leaves, self.state)
+        loaded = from_saved(saved, self.rule)
+        missing: list[str] = []
+        if set(labels_of(loaded.leaves)).isdisjoint(labels_of(self._last.leaves)):
+            state = restore_state(loaded, self.rule, self._last.leaves, self.state)
             last = self._last._replace(state=state, report=None, kept=None)
         else:
-            last, new = self._with_rows(known)
-        return partial(setattr, self, "_last", last), new
+            last, missing = self._with_rows(loaded)
+        return partial(setattr, self, "_last", last), missing
 
     def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
+        """Return what is held with the rows of a saved state, and the leaves that it lacks."""
         leaves: Any = self._last.leaves
-        state, kept, new = by_name(rows, self.rule, leaves, self.state)
-        return self._last._replace(
-            state=state, report=None, kept=kept if labels_of(kept.leaves) else None
-        ), new
+        state, kept, missing = by_name(rows, self.rule, leaves, self.state)
+        others = kept if labels_of(kept.leaves) else None
+        return self._last._replace(state=state, report=None, kept=others), missing
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which holds no framework's arrays."""
         return {"rule": self.rule, "saved": self.state_dict()}
 
-    def __setstate__(self, held: dict[str, Any]) -> None:
+    def __setstate__(self, copied: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
-        self.__init__(held["rule"])  # type: ignore[misc]
-        self.load_state_dict(held["saved"])
+        self.__init__(copied["rule"])  # type: ignore[misc]
+        self.load_state_dict(copied["saved"])
 
-    def _first(self, flat: Flat, leaves: Leaves) -> Any:
-        new, loaded = self.rule.init(flat.unflatten()), self._last.loaded
-        return new if loaded is None else restore_state(loaded, self.rule, leaves, new)
+    def _first_state(self, flat: Flat, leaves: Leaves) -> Any:
+        """Return the state before the first step, or a loaded one."""
+        state = self.rule.init(flat.unflatten())
+        if self._last.loaded is None:
+            return state
+        return restore_state(self._last.loaded, self.rule, leaves, state)
 
     def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
-        state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
-        if (
-            state is None
-            or (self.rule.stateful and labelled(self.rule))
-            or (self.record is not None and self.record.leaves)
-        ):
-            grads = flat = flatten(grads)
-            nothing = all([leaf is None for leaf in flat.leaves])
-            if nothing and self.rule.stateful and step.all_reduce is None:
-                report = Report()  # nothing to learn, and no framework known
-                self._last = self._last._replace(report=report)
-                return flat.unflatten(), report
-            first = flat
-            if step.params is not None and (
-                step.all_reduce is not None or any([leaf is None for leaf in flat.leaves])
-            ):
-                first = flatten(step.params, "params")  # which have the shapes of absent gradients
-            # then there is a norm for every parameter
-            if step.all_reduce is not None and step.params is not None:
-                flat = first
-            elif state is None and nothing and self.rule.stateful:
-                raise ValueError(_describe_nothing(flat))
-            if leaves is None or spec != flat.spec:
-                leaves_here = leaves_of(self.rule, flat)
-                if leaves not in (None, leaves_here):
-                    raise ValueError(
-                        _describe_others(self.rule, labels_of(leaves), labels_of(leaves_here))
-                    )
-                leaves, spec = leaves_here, flat.spec
-            state = self._first(first, leaves) if state is None else state
-        self._raise_if_traced(state)  # a graph cannot even use a state from outside
+        """Take a step, and hold its state and its report."""
+        last, rule = self._last, self.rule
+        state, leaves, spec = last.state, last.leaves, last.spec
+        looks_at_leaves = rule.stateful and labelled(rule)
+        if state is None or looks_at_leaves or (self.record is not None and self.record.leaves):
+            grads = flatten(grads)
+            # Without gradients there is nothing to learn, and no framework known.
+            has_gradients = any([leaf is not None for leaf in grads.leaves])
+            if rule.stateful and not has_gradients and step.all_reduce is None:
+                report = Report()
+                self._last = last._replace(report=report)
+                return grads.unflatten(), report
+            if rule.stateful and not has_gradients and step.params is None and state is None:
+                raise ValueError(_describe_nothing(grads))
+            leaves, spec = self._check_leaves(grads, step)
+            if state is None:
+                state = self._first_state(_tree_for_state(grads, step), leaves)
+
+        # A graph cannot even use a state from outside.
+        self._raise_if_traced(state)
         # Before they are clipped.
         norms = None if self.record is None else self.record.norms_of(grads)
-        clipped, new, report = take_step(self.rule, grads, state, step)
-        self._raise_if_traced(new)
-        if self.rule.stateful:
-            new = to_remember(new, state)
-        state = new
-        self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
+        clipped, new_state, report = take_step(rule, grads, state, step)
+        self._raise_if_traced(new_state)
+        if rule.stateful:
+            new_state = to_remember(new_state, state)
+        self._last = _Last(new_state, report, leaves, spec, kept=last.kept)
         self._see(report, step.loss, norms)
         return clipped, report
+
+    def _check_leaves(self, grads: Flat, step: Step) -> tuple[Leaves, Any]:
+        """Return the leaves of the norms in the state, and the structure that they are read from.
+
+        Raises
+        ------
+        ValueError
+            If they are others than at the step before.
+        """
+        # With several processes there is a norm for every parameter.
+        flat = grads
+        if step.all_reduce is not None and step.params is not None:
+            flat = flatten(step.params, "params")
+        last = self._last
+        if last.leaves is not None and last.spec == flat.spec:
+            return last.leaves, last.spec
+        leaves = leaves_of(self.rule, flat)
+        if last.leaves is not None and last.leaves != leaves:
+            before, now = labels_of(last.leaves), labels_of(leaves)
+            raise ValueError(_describe_others(self.rule, before, now))
+        return leaves, flat.spec
 
     def hold_report(self, report: Report) -> None:
         """Keep the report of a step that an integration clipped itself,
         by a rule without memory.
         """
-        # at each step: _replace takes a µs
+        # Not `_replace`, which takes a microsecond of each step.
         self._last = _Last(self._last.state, report, *self._last[2:])
         if self._window is not None:
             self._window.add(report)
@@ -417,13 +429,13 @@ class Clipper:
         """Say once that a run does not train."""
         norm = float(report.scalars().get(NORM, math.nan))
         why = (
-            f"a norm of {norm:.3g} is above its bound: raise the bound if such norms are usual"
-            if math.isfinite(norm)
-            else (
-                "the gradients are not finite: look for the cause, such as a learning rate that is "
-                "too large"
-            )
+            "the gradients are not finite: look for the cause, such as a learning rate that is too "
+            "large"
         )
+        if math.isfinite(norm):
+            why = (
+                f"a norm of {norm:.3g} is above its bound: raise the bound if such norms are usual"
+            )
         msg = (
             f"{MANY_SKIPPED} steps in a row were skipped by {summarize(self.rule)}, and nothing is "
             f"learned in them; {why}"
@@ -452,8 +464,9 @@ class _Window:
     def _begin(self) -> None:
         self._waiting: list[Report] = []
         self._last: dict[str, float] = {}
-        self._sums: Counter[str] = Counter()
-        self._count, self._largest = 0, math.nan
+        self._sums: dict[str, float] = {}
+        self._count = 0
+        self._largest = math.nan
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
@@ -466,44 +479,56 @@ class _Window:
 
     def _fold(self) -> None:
         """Add up the reports that wait."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for report in read_arrays(waiting):
-            self._last = {name: float(value) for name, value in report.scalars().items()}
-            self._sums.update({name: self._last[name] for name in AVERAGED if name in self._last})
+            last = {name: float(value) for name, value in report.scalars().items()}
+            for name in AVERAGED:
+                if name in last:
+                    self._sums[name] = self._sums.get(name, 0.0) + last[name]
             self._count += 1
-            norm = self._last.get(NORM, math.nan)
+            norm = last.get(NORM, math.nan)
             if math.isfinite(norm) and not norm <= self._largest:
                 self._largest = norm
+            self._last = last
 
     def read(self) -> dict[str, float]:
-        """Return the last scalars, means, and the largest norm, and begin anew."""
+        """Return the last scalars, means, and the largest norm; start the next window."""
         with self._lock:
             self._fold()
-            means = {name: total / self._count for name, total in self._sums.items()}
-            scalars = self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
+            scalars = dict(self._last)
+            for name, total in self._sums.items():
+                scalars[name] = total / self._count
+            if NORM in self._last:
+                scalars[NORM_MAX] = self._largest
             self._begin()
             return scalars
 
 
-def _describe_others(rule: Any, known: list[str], current: list[str]) -> str:
-    others = sorted(set(known) ^ set(current))
-    change = (
-        f"{shown(others)} had a place at one step and none at another"
-        if others
-        else "their order has changed"
-    )
+def _tree_for_state(grads: Flat, step: Step) -> Flat:
+    """Return the tree whose shapes the first state has: the parameters if gradients are absent."""
+    absent = any([leaf is None for leaf in grads.leaves])
+    if step.params is not None and (absent or step.all_reduce is not None):
+        return flatten(step.params, "params")
+    return grads
+
+
+def _describe_others(rule: BaseRule, before: list[str], now: list[str]) -> str:
+    others = sorted(set(before) ^ set(now))
+    change = "their order has changed"
+    if others:
+        change = f"{shown(others)} had a place at one step and none at another"
     return (
-        f"{summarize(rule)} remembers each leaf or group by itself, and {change}: give the same tree, "
-        "in the same order, at every step, with None in the place of a gradient that is absent"
+        f"{summarize(rule)} remembers each leaf or group by itself, and {change}: give the same "
+        "tree, in the same order, at every step, with None in the place of a gradient that is "
+        "absent"
     )
 
 
 def _describe_nothing(flat: Flat) -> str:
-    which = (
-        f"{place('grads', flat.spec.paths()[0])} is None"
-        if flat.leaves
-        else "there are no gradients"
-    )
+    which = "there are no gradients"
+    if flat.leaves:
+        which = f"{place('grads', flat.spec.paths()[0])} is None"
     return (
         f"{which} here, but another process may have one, and with all_reduce it would wait for "
         "this one: pass params=, the parameters of this process, which say of what framework, "

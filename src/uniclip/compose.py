@@ -403,7 +403,10 @@ class ByValue(EachArray):
                 raise ValueError(msg)
         if not known_ordered(backend, low, high):
             raise ValueError(self._wrong_way())
-        low, high = (backend.to_device_of(array, bound) for bound in (low, high))
+        moved = [backend.to_device_of(array, bound) for bound in (low, high)]
+        if type(moved[0]) is type(low):  # not copies on all devices of a distributed array
+            made[str(array.dtype)] = moved  # for other arrays of this device
+        low, high = moved
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
     def _bounds(self, xp: Any, dtype: Any) -> list[Any]:

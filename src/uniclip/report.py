@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What a rule measured and did, and the scalars of it for loggers."""
+"""Reports of steps: what a rule measured and did, and the scalars of it for loggers.
+
+Nothing is measured here; a report arranges the small arrays that a step has made.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,21 @@ from uniclip._errors import summarize
 from uniclip.backends import MET, Backend, backend_of, library_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 
-NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
-LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")
+NORM = "clip/norm"
+LIMIT = "clip/limit"
+THRESHOLD = "clip/threshold"
+FACTOR = "clip/factor"
+SHARE = "clip/share"
+SKIPPED = "clip/skipped"
+LOGGED = (NORM, LIMIT, THRESHOLD, FACTOR, SHARE, SKIPPED)
 """The names of a report's scalars in loggers."""
-AVERAGED = LOGGED[4:]
+AVERAGED = (SHARE, SKIPPED)
 """The scalars that are averaged over many steps."""
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
 UNLIMITED = 3e38
 MANY_SKIPPED = 20
-"""After how many skipped steps in a row a run is told to be dead."""
+"""Number of consecutive skipped steps after which a run is reported as dead."""
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
@@ -36,9 +44,9 @@ _WITHOUT_VALUES = "traced: the values are known when the program runs"
 
 
 class StepValues(NamedTuple):
-    """What a step made of small arrays, where the norms are: a report arranges them.
+    """The small arrays that a step has made, where the norms are; no gradient.
 
-    It holds no gradient.
+    A report arranges them in the form of the rule's scope.
     """
 
     plan: Plan
@@ -141,11 +149,12 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report in one line, without values while it is traced."""
-        leaves = [leaf for leaf in flatten(self.norms)[0] if leaf is not None]
-        backend = backend_of(leaves[0]) if leaves else None
+        leaves = [leaf for leaf in flatten(self.norms).leaves if leaf is not None]
         if not leaves:
             return "no norm measured"
-        if backend is None:  # other objects that a pytree library has put into the fields
+        backend = backend_of(leaves[0])
+        # A pytree library may have put other objects into the fields.
+        if backend is None:
             return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
         if backend.traced(leaves[0]):
             return _WITHOUT_VALUES
@@ -155,15 +164,24 @@ class Report:
         """Return so many norms, limits and flags that have values in one line."""
         # From their device together.
         scalars, skipped, finite = read_arrays([self.scalars(), self.skipped, self.finite])
-        if NORM not in scalars:  # of no example at all
+        # A step on no example at all has no norm.
+        if NORM not in scalars:
             return "no norm measured"
-        norm, limit, share = (float(scalars[name]) for name in (NORM, LIMIT, SHARE))
-        words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
-        words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
-        percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
-        clipped = f"clipped {percent} %" if count > 1 else "clipped" if share else "not clipped"
-        words += ["skipped" if skipped is not None and bool(np.any(skipped)) else clipped]
-        words += ["finite" if bool(np.all(finite)) else "not finite"]
+        norm, limit, share = [float(scalars[name]) for name in (NORM, LIMIT, SHARE)]
+        words = [f"norm {norm:.3g}"]
+        if count > 1:
+            words = [f"norm {norm:.3g} (largest of {count:,})"]
+        elif limit < UNLIMITED:
+            words.append(f"limit {limit:.3g}")
+
+        if skipped is not None and bool(np.any(skipped)):
+            words.append("skipped")
+        elif count > 1:
+            percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
+            words.append(f"clipped {percent} %")
+        else:
+            words.append("clipped" if share else "not clipped")
+        words.append("finite" if bool(np.all(finite)) else "not finite")
         return ", ".join(words)
 
     def __repr__(self) -> str:
@@ -208,23 +226,22 @@ class LazyReport(Report):
         """Whether it may outlive the running code; nothing is arranged."""
         if self._values is None:
             return outlives(optree.tree_leaves(self._fields))  # type: ignore[arg-type]
-        # No lane takes what is compiled.
+        # The fast path takes no compiled step.
         return callable(self._values) or not self._values.plan.math.compiled
 
     @property
-    def is_of_lane(self) -> bool:
-        """Whether its values are not asked for yet: those of a lane, which skips no step."""
+    def is_of_fast_path(self) -> bool:
+        """Whether its values are not asked for yet: those of the fast path, which skips no step."""
         return callable(self._values)
 
     def without_skip(self) -> Report:
         """Return it without ``skipped``."""
         if callable(self._values):
             return self
-        if self._values is None:
-            return LazyReport(
-                None, [None if name == "skipped" else field for name, field in self._fields.items()]
-            )
-        return LazyReport(self._values._replace(skipped=None))
+        if self._values is not None:
+            return LazyReport(self._values._replace(skipped=None))
+        fields = {**self._fields, "skipped": None}
+        return LazyReport(None, [fields[name] for name in FIELDS])
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule.
@@ -253,7 +270,8 @@ class LazyReport(Report):
         math_, norms = self.values.plan.math, self.values.norms
         with math_.backend.computation_context(norms[0] if norms else None):
             field = _arrange(self.values, name)
-        if not math_.compiled:  # a tracer of one branch must not be found in another
+        # A tracer of one branch must not be found in another.
+        if not math_.compiled:
             self._fields[name] = field
         return field
 
@@ -279,20 +297,22 @@ class LazyReport(Report):
 
 def _arrange(values: StepValues, name: str) -> Any:
     """Return a field in arrays of the gradients' library."""
-    plan, xp = values.plan, values.plan.math.xp
+    plan, math_, xp = values.plan, values.plan.math, values.plan.math.xp
     if name == "clipped":
-        same = plan.math.all(
-            [xp.equal(factors, xp.ones_like(factors)) for factors in values.factors]
-        )
-        return plan.math.to_library(xp.logical_not(same))
+        same = math_.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
+        return math_.to_library(xp.logical_not(same))
     if name == "finite":
-        return plan.math.to_library(plan.math.finite(values.norms, values.entries_finite))
+        return math_.to_library(math_.finite(values.norms, values.entries_finite))
+
     arrays = getattr(values, name)
-    if arrays is None or name == "skipped":
-        return arrays if arrays is None else plan.math.to_library(arrays)
+    if arrays is None:
+        return None
+    if name == "skipped":
+        return math_.to_library(arrays)
+    # Limits may be numbers, and have fewer entries than the norms.
     if name in {"limits", "thresholds"}:
         arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
-    return plan.arrange(list(map(plan.math.to_library, arrays)))
+    return plan.arrange(list(map(math_.to_library, arrays)))
 
 
 def _rebuild(_: None, fields: Iterable[Any]) -> LazyReport:
@@ -332,7 +352,8 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
 
         A step counts as clipped if one of them clipped.
         """
-        each, skipped = [report.scalars() for report in self.rules], self.skipped
+        each = [report.scalars() for report in self.rules]
+        skipped = self.skipped
         joined: dict[str, Any] = {}
         for name, function in zip(LOGGED, ("max", "min", "min", "prod", "max", "max"), strict=True):
             scalars = [of_rule[name] for of_rule in each if name in of_rule]
@@ -340,18 +361,19 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
                 backend = library_of(scalars[0])
                 with backend.computation_context(scalars[0]):
                     joined[name] = _over(backend, getattr(backend.xp, function), scalars)
-        if joined and skipped is not None:  # also by a rule without norms
+
+        # A rule without norms may have skipped the step, too.
+        if joined and skipped is not None:
             share = joined[SHARE]
             backend = library_of(share)
             with backend.computation_context(share):
-                joined[LOGGED[-1]] = backend.xp.asarray(skipped, dtype=share.dtype)
+                joined[SKIPPED] = backend.xp.asarray(skipped, dtype=share.dtype)
         return joined
 
     def __str__(self) -> str:
         """Return the lines of the rules that measure norms, joined."""
-        return " | ".join([str(one) for one in self.rules if one.norms is not None]) or str(
-            Report()
-        )
+        lines = [str(report) for report in self.rules if report.norms is not None]
+        return " | ".join(lines) or str(Report())
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {"clipped": or_, "finite": and_, "skipped": or_}
@@ -367,8 +389,11 @@ def report_of(values: StepValues) -> Report:
     """Return the report of a step; of compiled code one that is filled,
     unless its compiler opens lazy ones.
     """
-    report, math_ = LazyReport(values), values.plan.math
-    return FilledReport(*report) if math_.compiled and not math_.library.opens_nodes else report
+    report = LazyReport(values)
+    math_ = values.plan.math
+    if math_.compiled and not math_.library.opens_nodes:
+        return FilledReport(*report)
+    return report
 
 
 def without_skip(report: Any) -> Report:
@@ -377,11 +402,12 @@ def without_skip(report: Any) -> Report:
         return ChainReport(tuple(map(without_skip, report.rules)))
     if isinstance(report, LazyReport):
         return report.without_skip()
-    return FilledReport(*[None if name == "skipped" else getattr(report, name) for name in FIELDS])
+    fields = {name: getattr(report, name) for name in FIELDS}
+    return FilledReport(**{**fields, "skipped": None})
 
 
 def report_outlives(report: Any) -> bool:
-    """Whether a report may outlive the running code; nothing is arranged."""
+    """Return whether a report may outlive the running code; nothing is arranged."""
     if isinstance(report, ChainReport):
         return all(map(report_outlives, report.rules))
     if isinstance(report, LazyReport):
@@ -391,13 +417,15 @@ def report_outlives(report: Any) -> bool:
 
 
 def was_skipped(report: Any) -> bool:
-    """Whether a step was skipped, where the host reads that at no cost; nothing is arranged."""
+    """Return whether a step was skipped, if the host reads that at no cost; nothing is arranged."""
     if isinstance(report, ChainReport):
         return any(map(was_skipped, report.rules))
-    if not isinstance(report, LazyReport) or report.is_of_lane or report.values is None:
+    if not isinstance(report, LazyReport) or report.is_of_fast_path or report.values is None:
         return False
     skipped, math_ = report.values.skipped, report.values.plan.math
-    return skipped is not None and (math_.host or math_.library.readable(skipped)) and bool(skipped)
+    if skipped is None:
+        return False
+    return (math_.host or math_.library.readable(skipped)) and bool(skipped)
 
 
 def keep_arrays(tree: Any) -> Any:
@@ -415,14 +443,14 @@ def read_arrays(tree: Any) -> Any:
 
 
 def has_values(part: Any) -> bool:
-    """Whether an object is a lazy report whose fields were not given: it is of one step."""
+    """Return whether an object is a lazy report of a step, whose fields were not given."""
     return isinstance(part, LazyReport) and part.values is not None
 
 
 def _take_apart(part: Any) -> Any:
-    """Return the arrays of a report, that of a user's class as its fields.
+    """Return the arrays of a report, those of a user's class as its fields.
 
-    Other things as they are.
+    Other objects are returned as they are.
     """
     if has_values(part):
         return part.values._replace(plan=None)
@@ -433,16 +461,17 @@ def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
     """Return a tree of reports and small arrays with others in their places;
     no report is arranged.
     """
+    # The arrays of all reports are moved together, without their plans.
     parts, outer = optree.tree_flatten(tree, is_leaf=has_values, namespace=NAMESPACE)
-    plans = [part.values.plan if has_values(part) else None for part in parts]
     opened: Any = list(map(_take_apart, parts))
     arrays, inner = optree.tree_flatten(opened, namespace=NAMESPACE)
     moved: Any = inner.unflatten(_move_by_library(arrays, hook))
-    for number, plan in enumerate(plans):
-        if plan is not None:
-            moved[number] = LazyReport(
-                moved[number]._replace(plan=plan.in_numpy() if hook == "to_host" else plan)
-            )
+    for number, part in enumerate(parts):
+        if has_values(part):
+            plan = part.values.plan
+            if hook == "to_host":
+                plan = plan.in_numpy()
+            moved[number] = LazyReport(moved[number]._replace(plan=plan))
     return outer.unflatten(moved)
 
 
@@ -450,11 +479,13 @@ def backend_in(tree: Any) -> Backend | None:
     """Return the backend of the gradients of a report, or that of a tree of arrays;
     ``None`` if unknown.
     """
-    parts = optree.tree_leaves(tree, is_leaf=has_values, namespace=NAMESPACE)
-    known = [
-        part.values.plan.math.library if has_values(part) else backend_of(part) for part in parts
-    ]
-    return next(filter(None, known), None)
+    for part in optree.tree_leaves(tree, is_leaf=has_values, namespace=NAMESPACE):
+        if has_values(part):
+            return part.values.plan.math.library
+        backend = backend_of(part)
+        if backend is not None:
+            return backend
+    return None
 
 
 def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
@@ -462,14 +493,16 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
 
     Those of the host as copies.
     """
-    made = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
-    theirs: dict[type, list[int]] = {}
+    moved = list(arrays)
+    by_class: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):
-        if not isinstance(array, (*NUMPY, float, int)):
-            theirs.setdefault(type(array), []).append(number)
-    for numbers in theirs.values():
+        if isinstance(array, NUMPY):
+            moved[number] = np.array(array)
+        elif not isinstance(array, (float, int)):
+            by_class.setdefault(type(array), []).append(number)
+    for numbers in by_class.values():
         alike = [arrays[number] for number in numbers]
-        # An array that is met for the first time here may be a flag, which is no gradient.
+        # A flag is no gradient: `backend_of` finds its library, and says that it is none.
         backend_of(alike[0])
         backend = MET.get(type(alike[0]))
         if backend is None:
@@ -483,8 +516,8 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
             raise TypeError(msg)
         with backend.computation_context():
             for number, array in zip(numbers, getattr(backend, hook)(alike), strict=True):
-                made[number] = array
-    return made
+                moved[number] = array
+    return moved
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
@@ -497,21 +530,20 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
 ) -> dict[str, Any]:
     """Return the scalars of all norms, limits, factors and thresholds, given as arrays."""
     xp = backend.xp
+    scalars = {NORM: _over(backend, xp.max, norms), LIMIT: _over(backend, xp.min, limits)}
+    if thresholds:
+        scalars[THRESHOLD] = _over(backend, xp.min, thresholds)
     least = _over(backend, xp.min, factors)
-    values = (
-        _over(backend, xp.max, norms),
-        _over(backend, xp.min, limits),
-        _over(backend, xp.min, thresholds) if thresholds else None,
-        least,
-        _share_changed(backend, factors),
-        None if skipped is None else xp.asarray(skipped, dtype=least.dtype),
-    )
-    return {name: value for name, value in zip(LOGGED, values, strict=True) if value is not None}
+    scalars[FACTOR] = least
+    scalars[SHARE] = _share_changed(backend, factors)
+    if skipped is not None:
+        scalars[SKIPPED] = xp.asarray(skipped, dtype=least.dtype)
+    return scalars
 
 
 def _arrays_of(values: Any) -> list[Any]:
     """Return the arrays in a field of a report that are not empty."""
-    leaves = [values] if hasattr(values, "shape") else flatten(values)[0]
+    leaves = [values] if hasattr(values, "shape") else flatten(values).leaves
     return [array for array in leaves if array is not None and 0 not in array.shape]
 
 
@@ -522,9 +554,8 @@ def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -
     """
     if len(arrays) == 1:
         return function(arrays[0])
-    return function(
-        stack_arrays(backend, [function(array) if len(array.shape) else array for array in arrays])
-    )
+    reduced = [function(array) if len(array.shape) else array for array in arrays]
+    return function(stack_arrays(backend, reduced))
 
 
 def _share_changed(backend: Backend, factors: list[Any]) -> Any:
@@ -533,6 +564,5 @@ def _share_changed(backend: Backend, factors: list[Any]) -> Any:
     changed = [xp.astype(xp.not_equal(factor, 1.0), factor.dtype) for factor in factors]
     if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
         return _over(backend, xp.mean, changed)
-    return _over(backend, xp.sum, changed) / _over(
-        backend, xp.sum, [xp.ones_like(factor) for factor in factors]
-    )
+    ones = [xp.ones_like(factor) for factor in factors]
+    return _over(backend, xp.sum, changed) / _over(backend, xp.sum, ones)

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.limit import first_state
+from uniclip._core.limiting import first_state
 from uniclip._core.plan import RuleCache, plan_for
 from uniclip._core.step import run_step
 from uniclip._core.tree import Flat, open_tree
@@ -23,7 +23,7 @@ from uniclip._errors import (
     one_of,
     set_frozen_fields,
 )
-from uniclip._types import NonFinite, Number, Step, T
+from uniclip._types import NonFinite, Number, Step, T, Tree
 from uniclip.curves import Curve, hard, rejects
 from uniclip.limits import Constant, Limit, NoState, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
@@ -35,19 +35,17 @@ from uniclip.scopes import Scope, all_leaves, everything
 POLICIES = get_args(NonFinite)
 """Policies for gradients that hold NaN or ∞, or whose norm overflows.
 
-What each does is in `uniclip._core.step`.
-
-In the order of a step ``"zero"`` makes such entries 0 and measures again, ``"raise"`` refuses the
-step, and ``"skip"`` makes all factors 0.
+In the order of a step: ``"zero"`` makes such entries 0 and measures again, ``"raise"`` raises an
+error, and ``"skip"`` makes all factors 0, all in `uniclip._core.step`.
 """
 
 
 @dataclass(frozen=True, repr=False)
 class Choices(Printed):
-    """What a `uniclip.Rule` is made of."""
+    """The choices that a `uniclip.Rule` is made of, and what follows from them."""
 
     if TYPE_CHECKING:
-        limit: Limit  # which a number that is given becomes
+        limit: Limit  # a number that is given becomes one
     else:
         limit: MaxNorm
     # Compilers cannot take plain defaults of a class.
@@ -55,11 +53,13 @@ class Choices(Printed):
     norm: Norm = field(default_factory=lambda: L2)
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
-    # Found out when a rule is made:
+
+    # What follows is found out when a rule is made. It is no choice: neither compared, nor printed,
+    # nor copied. A dataclass takes what is marked as a variable of the class for no field.
     stateful: ClassVar[bool]
-    """Whether the rule has memory, a state that changes from step to step."""
+    """Whether the state of the rule changes from step to step."""
     simple: ClassVar[bool]
-    """Whether it is one Euclidean norm with a constant limit and nothing else."""
+    """Whether it is one Euclidean norm with a constant limit, so that the fast path may take it."""
     constant: ClassVar[Any]
     """Its constant limit, ``None`` if it has another one."""
     holds_arrays: ClassVar[bool]
@@ -98,74 +98,78 @@ class Choices(Printed):
         """Convert a number or an array to a constant limit, and validate the choices."""
         if not isinstance(self.limit, Limit):
             set_frozen_fields(self, limit=as_limit(self.limit))
-        check(
-            "scope",
-            self.scope,
-            isinstance(self.scope, Scope),
-            "a uc.Scope, such as uc.scopes.each_leaf or uc.scopes.unit()",
-        )
+        wanted = "a uc.Scope, such as uc.scopes.each_leaf or uc.scopes.unit()"
+        check("scope", self.scope, isinstance(self.scope, Scope), wanted)
         check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.norms.L2")
-        fits = callable(self.curve) and not isinstance(self.curve, type)
-        check(
-            "curve",
-            self.curve,
-            fits,
-            (
-                "a function of (xp, norm, limit), such as uc.curves.hard or "
-                "uc.curves.Regularized(0.01)"
-            ),
+        is_function = callable(self.curve) and not isinstance(self.curve, type)
+        wanted = (
+            "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)"
         )
+        check("curve", self.curve, is_function, wanted)
         one_of("nonfinite", self.nonfinite, POLICIES)
         self._find_out()
 
     def _find_out(self) -> None:
+        """Set what follows from the choices, and make the cache."""
         limit, scope = self.limit, self.scope
+        limits = [limit]
+        if isinstance(limit, PerGroup):
+            limits = [of_group for _, of_group in limit.limits]
         constant = limit.value if type(limit) is Constant else None
-        limits = [inner for _, inner in limit.limits] if isinstance(limit, PerGroup) else [limit]
-        others = [inner for inner in limits if type(inner) is not Constant]
-        held = [value for choice in (*others, self.curve) for value in attributes_of(choice)]
-        held += [value for function in (self.curve, *held) for value in held_by(function)]
-        holds_arrays = any([hasattr(value, "shape") for value in held])
+
+        # The fast path raises errors, too: it knows the norm, or is not taken.
+        whole = scope.label is everything and scope.axes is None
+        simple = constant is not None and whole and self.norm == L2 and self.curve is hard
+        simple = simple and self.nonfinite in {"propagate", "raise"}
+        holds_arrays = _holds_arrays(limits, self.curve)
+        built_in = [isinstance(one, BuiltIn) and not isinstance(one, Schedule) for one in limits]
+        own_curve = getattr(self.curve, "__module__", "") == hard.__module__
+        by_group = scope.label is not None and scope.label is not everything
+        uses_sizes = bool(self.norm.size_power) or "sizes" in limit.needs
         set_frozen_fields(
             self,
             stateful=bool(limit.stateful),
             constant=constant,
-            simple=constant is not None
-            and (scope.label, scope.axes, self.norm) == (everything, None, L2)
-            and self.nonfinite in {"propagate", "raise"}
-            and self.curve is hard,
+            simple=simple,
             holds_arrays=holds_arrays,
-            limits_checked=not holds_arrays
-            and all(
-                [isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]
-            ),
+            limits_checked=all(built_in) and not holds_arrays,
             decides=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
-            elementwise_curve=getattr(self.curve, "__module__", "") == hard.__module__
-            and not rejects(self.curve),
-            by_shape=scope.axes is not None
-            or scope.label not in {None, everything}
-            or bool(self.norm.size_power)
-            or "sizes" in limit.needs,
+            elementwise_curve=own_curve and not rejects(self.curve),
+            by_shape=scope.axes is not None or by_group or uses_sizes,
             tells_apart=[],
             cache=RuleCache(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the choices, for a copy or a pickle."""
-        return {choice.name: getattr(self, choice.name) for choice in fields(self)} | {
-            "origin": self.origin
-        }
+        choices = {choice.name: getattr(self, choice.name) for choice in fields(self)}
+        return choices | {"origin": self.origin}
 
-    def __setstate__(self, held: dict[str, Any]) -> None:
+    def __setstate__(self, choices: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
-        set_frozen_fields(self, **held)
+        set_frozen_fields(self, **choices)
         self._find_out()
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
         """Return the arguments as source text, a constant limit as its value."""
         limit, *others = super()._arguments(show)
-        return [show(self.limit.value) if type(self.limit) is Constant else limit, *others]
+        if type(self.limit) is Constant:
+            limit = show(self.limit.value)
+        return [limit, *others]
+
+
+def _holds_arrays(limits: list[Limit], curve: Curve) -> bool:
+    """Return whether limits that are no constants, or a curve, have arrays of their own."""
+    choices: list[object] = [limit for limit in limits if type(limit) is not Constant]
+    choices.append(curve)
+    values: list[Any] = []
+    for choice in choices:
+        values += attributes_of(choice)
+    # Arrays in the closures of functions count, too.
+    for function in (curve, *values):
+        values += held_by(function)
+    return any([hasattr(value, "shape") for value in values])
 
 
 P = ParamSpec("P")
@@ -175,21 +179,21 @@ class BaseRule(Printed):
     """A rule, which takes a step with validated arguments."""
 
     stateful: ClassVar[Any]
-    """Whether the rule has memory, a state that changes from step to step."""
+    """Whether the state of the rule changes from step to step."""
 
-    def init(self, grads: Any) -> Any:
+    def init(self, grads: Tree) -> Any:
         """Return the state before the first step."""
         raise NotImplementedError
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
-        """Do as `update`."""
+        """Take a step, given validated arguments; see `update`."""
         raise NotImplementedError
 
     def update(
         self,
         grads: T,
         state: Any,
-        params: Any = None,
+        params: Tree = None,
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
@@ -266,7 +270,7 @@ class Rule(Choices, BaseRule):
     array([1.4, 0.2])
     """
 
-    def init(self, grads: Any) -> Any:
+    def init(self, grads: Tree) -> Any:
         """Return the state before the first step.
 
         Parameters
@@ -308,9 +312,11 @@ def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
 
 def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
     """Take a step by a rule of any class; ``grads`` may be `uniclip._core.tree.Flat`."""
+    # A class of a user may have an `update` of its own, which gets its arguments one by one.
     if isinstance(rule, BaseRule) and type(rule).update is BaseRule.update:
-        return rule._run(grads, state, step)  # noqa: SLF001 - without the arguments of `update`
-    grads = grads.unflatten() if isinstance(grads, Flat) else grads
+        return rule._run(grads, state, step)  # noqa: SLF001 - what `update` calls
+    if isinstance(grads, Flat):
+        grads = grads.unflatten()
     return rule.update(
         grads,
         state,

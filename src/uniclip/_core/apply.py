@@ -69,7 +69,7 @@ def scale_leaves(
 
     arrays = list(tree.arrays)
     if changed:
-        scaled = tree.backend.scale(products)
+        scaled = tree.leaf_info.backend.scale(products)
         for number, array in zip(changed, scaled, strict=True):
             arrays[number] = array
     if not tree.wrapped:

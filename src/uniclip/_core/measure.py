@@ -78,54 +78,80 @@ def measure(
         The gradients as they came in.
     """
     math_, collectives = plan.math, plan.collectives
-    tree = trees[0]
-    measured_trees = trees if step.norm is None else trees[1:]
+    # The host adds in float64 with NumPy; others need it to be allowed.
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         exchange = None
         if collectives is not None:
-            payload = _make_payload(rule, plan, tree, step, original)
-            exchange = Exchange(collectives, measured_trees, payload)
-        norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
+            payload = _make_payload(rule, plan, trees[0], step, original)
+            exchange = Exchange(collectives, _measured_trees(trees, step), payload)
+        measured = _measure_norms(rule, plan, trees, step, exchange)
+        if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
+            return measured
+
         reduced = None if exchange is None else exchange.finish()
-
-        sizes = plan.sizes
-        if plan.counts_entries:
-            counts = count_entries(plan, tree) if reduced is None else reduced.sizes or []
-            sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
-        if sizes is not None and rule.norm.size_power:
-            finite_norms = None
-            divisors = math_.constants(sizes.divisors)
-            norms = [_divide(of_tree, divisors) for of_tree in norms]
-
-        of_gradients = norms[0] if step.norm is None else [_given_norm(plan, tree, step)]
-        of_gradients = math_.as_norms(of_gradients)
-        # A norm of ∞ is NaN for limits: a limit of ∞ would not clip. The derivative stays 1. A
-        # constant limit looks at no norm.
-        if finite_norms is None or step.norm is not None:
-            finite_norms = of_gradients
-            if rule.constant is None or math_.on_device:
-                finite_norms = [norm + (norm - norm) for norm in of_gradients]
-
-        present, loss, entries_finite = None, None, None
+        present = None
         if reduced is not None and reduced.present is not None:
             present = math_.as_norms([count > 0 for count in reduced.present])
-        if "loss" in rule.limit.needs:
-            loss = _find_loss(plan, tree, step.loss, reduced)
-        if rule.nonfinite == "zero":
-            entries_finite = _are_entries_finite(plan, original, reduced)
-        return Measured(
-            norms=of_gradients,
-            params=math_.as_norms(norms[-1]) if len(trees) > 1 else None,
-            sizes=None if sizes is None else math_.constants(sizes.counts),
+        return measured._replace(
             present=present,
-            loss=loss,
-            finite_norms=finite_norms,
-            entries_finite=entries_finite,
+            loss=_find_loss(rule, plan, trees[0], step.loss, reduced),
+            entries_finite=_are_entries_finite(rule, plan, original, reduced),
         )
+
+
+def _measured_trees(trees: Sequence[OpenedTree], step: Step) -> Sequence[OpenedTree]:
+    """Return the trees whose sums are needed: not the gradients if their norm is an argument."""
+    return trees if step.norm is None else trees[1:]
+
+
+def _measure_norms(
+    rule: Choices,
+    plan: Plan,
+    trees: Sequence[OpenedTree],
+    step: Step,
+    exchange: Exchange | None,
+) -> Measured:
+    """Return the norms of gradients and parameters, and their sizes."""
+    math_, tree = plan.math, trees[0]
+    measured_trees = _measured_trees(trees, step)
+    norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
+
+    sizes = plan.sizes
+    if plan.counts_entries:
+        reduced = None if exchange is None else exchange.finish().sizes
+        counts = count_entries(plan, tree) if reduced is None else reduced
+        sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
+    if sizes is not None and rule.norm.size_power:
+        finite_norms = None
+        divisors = math_.constants(sizes.divisors)
+        norms = [_divide(of_tree, divisors) for of_tree in norms]
+    counts_of_norms = None
+    if sizes is not None and "sizes" in rule.limit.needs:
+        counts_of_norms = math_.constants(sizes.counts)
+
+    if step.norm is not None:
+        finite_norms = None
+        norms = [[_given_norm(plan, tree, step)], *norms]
+    of_trees = [math_.as_norms(of_tree) for of_tree in norms]
+    if finite_norms is None:
+        finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
+    of_params = of_trees[1] if len(of_trees) > 1 else None
+    return Measured(of_trees[0], of_params, counts_of_norms, finite_norms=finite_norms)
 
 
 def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:
     return [norm / divisor for norm, divisor in zip(norms, divisors, strict=True)]
+
+
+def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
+    """Return norms with NaN for those that are not finite, as limits get them.
+
+    Under a norm of ∞ a limit could be ∞, which would not clip. The derivative stays 1.
+    """
+    # A constant limit looks at no norm.
+    if rule.constant is not None and not plan.math.on_device:
+        return norms
+    return [norm + (norm - norm) for norm in norms]
 
 
 def _make_payload(
@@ -145,8 +171,12 @@ def _make_payload(
     return Payload(losses, unsound, present, sizes)
 
 
-def _are_entries_finite(plan: Plan, original: OpenedTree, reduced: Payload | None) -> Flags | None:
+def _are_entries_finite(
+    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload | None
+) -> Flags | None:
     """Return whether all entries are finite, ``None`` if nobody has looked at them."""
+    if rule.nonfinite != "zero":
+        return None
     if reduced is not None:
         return None if reduced.unsound is None else reduced.unsound[0] < 1
     if plan.math.host:
@@ -167,11 +197,15 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     return plan.math.add(counts, "sum")
 
 
-def _find_loss(plan: Plan, tree: OpenedTree, loss: Any, reduced: Payload | None) -> Tensor | None:
+def _find_loss(
+    rule: Choices, plan: Plan, tree: OpenedTree, loss: Any, reduced: Payload | None
+) -> Tensor | None:
     """Return the loss of a step where the norms are, the mean of all processes.
 
-    ``None`` if there is none.
+    ``None`` if there is none, or the limit needs none.
     """
+    if "loss" not in rule.limit.needs:
+        return None
     math_, library = plan.math, plan.math.library
     if reduced is not None and reduced.losses is not None:
         loss = mean_loss(library, loss, [math_.to_library(total) for total in reduced.losses])
@@ -180,12 +214,12 @@ def _find_loss(plan: Plan, tree: OpenedTree, loss: Any, reduced: Payload | None)
     if loss is None:
         return None
 
-    xp = library.xp
-    loss = xp.asarray(math_.read_foreign(loss))
+    loss = library.xp.asarray(math_.read_foreign(loss))
     if not math_.host and tree.first is not None:
         loss = library.to_device_of(tree.first, loss)
-    loss = library.detach(xp.astype(loss, xp.float32))
+    loss = library.detach(library.xp.astype(loss, library.xp.float32))
     view = math_.view(loss)
+    # An array of which a derivative is recorded is read as a number.
     return np.asarray(float(loss), np.float32) if view is None else view
 
 
@@ -249,27 +283,35 @@ def norms_of(
             norms = [plan.join_blocks(of_tree) for of_tree, _ in at_once]
             return norms, plan.join_blocks(at_once[0][1])
 
-    exact = plan.math.narrow and plan.math.double
-    for tree in trees:
-        exact = exact and tree.leaf_info.narrow and tree.leaf_info.double
-    if p in {1, math.inf}:
-        totals = _sum_powers(plan, trees, p, exchange)
-        found = [plan.math.round_to_norms(total) for total in totals]
-    elif exact and p <= _EXACT_POWER:
-        found = _roots(plan, norm, _sum_powers(plan, trees, p, exchange))
-    elif p != 2 or plan.math.library.debug_infs():
-        found = _norms_in_units(plan, trees, norm, exchange)
-    else:
-        totals = _sum_powers(plan, trees, 2, exchange)
-        found = plan.math.choose(
-            _are_in_range(plan, totals),
-            lambda: _roots(plan, norm, totals),
-            lambda: _norms_in_units(plan, trees, norm, exchange),
-        )
+    found = _norms_of_sums(plan, trees, p, norm, exchange)
     if len(trees) == 1:
         return [found], None
     count = len(plan.norm_blocks)
     return [found[:count], found[count:]], None
+
+
+def _norms_of_sums(
+    plan: Plan, trees: Sequence[OpenedTree], p: float, norm: Norm, exchange: Exchange | None
+) -> list[Any]:
+    """Return the norms of all trees, one after the other, as roots of sums in range."""
+    if p in {1, math.inf}:
+        totals = _sum_powers(plan, trees, p, exchange)
+        return [plan.math.round_to_norms(total) for total in totals]
+
+    exact = plan.math.narrow and plan.math.double
+    for tree in trees:
+        exact = exact and tree.leaf_info.narrow and tree.leaf_info.double
+    if exact and p <= _EXACT_POWER:
+        return _roots(plan, norm, _sum_powers(plan, trees, p, exchange))
+    if p != 2 or plan.math.library.debug_infs():
+        return _norms_in_units(plan, trees, norm, exchange)
+
+    totals = _sum_powers(plan, trees, 2, exchange)
+    return plan.math.choose(
+        _are_in_range(plan, totals),
+        lambda: _roots(plan, norm, totals),
+        lambda: _norms_in_units(plan, trees, norm, exchange),
+    )
 
 
 def _roots(plan: Plan, norm: Norm, totals: Sequence[Tensor]) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._core.tree import OpenedTree
+from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms, Tensor
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
 from uniclip.backends.base import (
     HOST,
@@ -30,9 +31,11 @@ from uniclip.backends.base import (
 
 
 class NormSpace:
-    """Where the norms of a plan lie, and what is done with them, whatever leaves they are of."""
+    """The library, dtype and device of a plan's norms, and the operations on norms that depend on
+    them, whatever leaves they are of.
+    """
 
-    def __init__(self, leaf_info: LeafInfo, mode: int, device: Any, *, narrow: bool) -> None:
+    def __init__(self, leaf_info: LeafInfo, mode: int, device: Device, *, narrow: bool) -> None:
         library = leaf_info.backend
         self.library: Backend = library
         """The backend of the gradients."""
@@ -42,27 +45,29 @@ class NormSpace:
         """The device of the norms in their library."""
         self.host = mode == HOST
         """Whether norms, limits and factors are NumPy's arrays."""
-        self.backend: Backend = DEFAULT if self.host else library
-        """The backend of norms, limits and factors."""
-        self.xp = self.backend.xp
         self.compiled = mode == TRACED
         """Whether the step is traced: there are no values, and nothing may be kept."""
         self.on_device = mode == LIBRARY
         """Whether an accelerator has the values, and starts a kernel for each operation."""
         self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
+        self.backend: Backend = DEFAULT if self.host else library
+        """The backend of norms, limits and factors."""
+        self.xp: Namespace = self.backend.xp
+        """Its array API namespace."""
 
         self.double = leaf_info.double
         """Whether sums are float64."""
-        self.sum_dtype = library.xp.float64 if self.double else library.xp.float32
-        """The dtype of sums, of the library."""
         self.narrow = narrow
         """Whether all squares fit into float64, in all processes."""
+        xp = library.xp
+        self.sum_dtype: DType = xp.float64 if self.double else xp.float32
+        """The dtype of sums, of the library."""
         dtype = leaf_info.dtype
         if leaf_info.narrow and not narrow:
-            dtype = library.xp.float64
-        numpys = {library.xp.float32: np.float32, library.xp.float64: np.float64}
-        self.dtypes = (dtype, numpys.get(dtype, dtype))
+            dtype = xp.float64
+        numpys = {xp.float32: np.float32, xp.float64: np.float64}
+        self.dtypes: tuple[Any, Any] = (dtype, numpys.get(dtype, dtype))
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
@@ -71,42 +76,60 @@ class NormSpace:
 
     def at_host(self) -> NormSpace:
         """Return the same in NumPy's arrays, as norms are recorded."""
-        new = copy.copy(self)
-        new.library = new.backend = DEFAULT
-        new.xp, new.mode, new.host, new.device = DEFAULT.xp, HOST, True, None
-        return new
+        host = copy.copy(self)
+        host.library = DEFAULT
+        host.backend = DEFAULT
+        host.xp = DEFAULT.xp
+        host.mode = HOST
+        host.host = True
+        host.device = None
+        return host
+
+    # Sums of the leaves.
 
     def sums(self, tree: OpenedTree, terms: Terms) -> list[Any]:
         """Return the sums of each block's norms.
 
         No derivatives are recorded with respect to parameters.
         """
-        mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
-        return self.library.sums(mode, terms) if terms.arrays else []
+        if not terms.arrays:
+            return []
+        mode = self.mode
+        if mode == RECORDED and tree.name == "params":
+            mode = LIBRARY
+        return self.library.sums(mode, terms)
 
     def norms_at_once(
         self, trees: Sequence[OpenedTree], terms: Sequence[Terms]
-    ) -> list[Any] | None:
+    ) -> list[tuple[list[Any], list[Any]]] | None:
         """Return for each tree its norms, and the same with NaN where they are not finite, if the
         library makes them with their sums.
         """
+        # Squares must not leave the range of their sums.
         if not (self.on_device and self.double and self.narrow):
             return None
-        if not all([tree.leaf_info.narrow and tree.leaf_info.double for tree in trees]):
-            return None
         found = []
-        for of_tree in terms:
-            norms = self.library.norms(of_tree, self.dtypes[0]) if of_tree.arrays else None
+        for tree, of_tree in zip(trees, terms, strict=True):
+            if not (tree.leaf_info.narrow and tree.leaf_info.double and of_tree.arrays):
+                return None
+            norms = self.library.norms(of_tree, self.dtypes[0])
             if norms is None:
                 return None
             found.append(norms)
         return found
 
-    # There and back.
+    def zero_like(self, first: Any) -> Array:
+        """Return a leaf that adds nothing, of the dtype of another one."""
+        zero = self.library.from_host(np.zeros((), np.float32), self.device)
+        if first is None:
+            return zero
+        return cast(self.library.xp, zero, first.dtype)
+
+    # How arrays come to the norms, and back.
 
     def read_foreign(self, value: Any) -> Any:
-        """Return what came in beside the gradients as it is, an array of another library as NumPy's
-        where no gradient says which library it is.
+        """Return an argument as it is, an array of another library as NumPy's if no gradient says
+        which library it is.
         """
         if self.library is DEFAULT and backend_of(value) not in {None, DEFAULT}:
             return numpy_of(value)
@@ -114,7 +137,10 @@ class NormSpace:
 
     def read(self, array: Any) -> np.ndarray[Any, Any]:
         """Return the values of a small array."""
-        return array if isinstance(array, np.ndarray) else self.library.to_host([array])[0]
+        if isinstance(array, np.ndarray):
+            return array
+        [values] = self.library.to_host([array])
+        return values
 
     def to_library(self, array: Any) -> Any:
         """Return an array as one of the gradients' library, on their device."""
@@ -127,15 +153,15 @@ class NormSpace:
         return arrays if self.host else list(map(self.to_library, arrays))
 
     def constants(self, arrays: list[Any]) -> list[Any]:
-        """Return arrays that are the same at every step where the norms are: NumPy's are sent to a
-        device once.
+        """Return arrays that are the same at every step where the norms are.
+
+        NumPy's are sent to a device once.
         """
         if self.host:
             return arrays
+        library, device = self.library, self.device
         return [
-            self.library.constant(np.asarray(array), self.device)
-            if isinstance(array, NUMPY)
-            else array
+            library.constant(np.asarray(array), device) if isinstance(array, NUMPY) else array
             for array in arrays
         ]
 
@@ -148,7 +174,7 @@ class NormSpace:
             return array if self.host else self.to_library(np.asarray(array))
         return self.library.as_numpy(array) if self.host else array
 
-    def recall(self, norms: Any, array: Any) -> Any:
+    def recall(self, norms: Norms, array: Any) -> Any:
         """Return an array of a state where the norms are.
 
         The gradients may have moved to another device since the step before.
@@ -156,19 +182,17 @@ class NormSpace:
         if not self.host:
             return self.library.to_device_of(norms, self.library.detach(array))
         view = self.view(array)
-        return self.library.to_host([self.library.detach(array)])[0] if view is None else view
+        if view is not None:
+            return view
+        [values] = self.library.to_host([self.library.detach(array)])
+        return values
 
-    # With values of the norms.
+    # Operations on sums and norms.
 
     def zeros(self, shape: tuple[int, ...] = ()) -> Any:
         """Return sums of nothing."""
         zero = np.zeros(shape, np.float64 if self.double else np.float32)
         return zero if self.host else self.to_library(zero)
-
-    def zero_like(self, first: Any) -> Any:
-        """Return a leaf that adds nothing, of the kind of another one."""
-        zero = self.library.from_host(np.zeros((), np.float32), self.device)
-        return zero if first is None else cast(self.library.xp, zero, first.dtype)
 
     def round_to_norms(self, array: Any) -> Any:
         """Return an array in the dtype of the norms."""
@@ -176,72 +200,81 @@ class NormSpace:
             return np.asarray(array, self.dtypes[1])
         return cast(self.library.xp, array, self.dtypes[0])
 
-    def cast_limit(self, value: Any, norms: Any) -> Any:
+    def cast_limit(self, limit: Any, norms: Norms) -> Limits:
         """Return a limit in the dtype of norms, as an array that broadcasts against them."""
-        return (
-            cast(self.xp, value, norms.dtype)
-            if hasattr(value, "shape")
-            else self.xp.asarray(value, dtype=norms.dtype)
-        )
+        if hasattr(limit, "shape"):
+            return cast(self.xp, limit, norms.dtype)
+        return self.xp.asarray(limit, dtype=norms.dtype)
 
-    def stack(self, values: list[Any]) -> Any:
+    def at_most_largest(self, limits: Any) -> Limits:
+        """Return limits, the largest number of the norms' dtype if they are beyond it."""
+        # One kernel.
+        if self.on_device:
+            return self.xp.clip(limits, None, self.largest_norm)
+        return self.xp.where(limits > self.largest_norm, self.largest_norm, limits)
+
+    def stack(self, sums: list[Any]) -> Any:
         """Return sums as the rows of one array."""
-        if self.host and all([isinstance(value, NUMPY) for value in values]):
-            return np.array(values)
-        return stack_arrays(self.library, list(map(self.to_library, values)))
+        if self.host and all([isinstance(total, NUMPY) for total in sums]):
+            return np.array(sums)
+        return stack_arrays(self.library, list(map(self.to_library, sums)))
 
-    def add(self, values: list[Any], op: Op) -> Any:
+    def add(self, sums: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of sums, 0 of none."""
-        if len(values) < 2:
-            return values[0] if values else self.zeros()
-        rows = self.stack(values)
-        return (DEFAULT if isinstance(rows, np.ndarray) else self.library).reduce_rows(rows, op)
+        if not sums:
+            return self.zeros()
+        if len(sums) == 1:
+            return sums[0]
+        rows = self.stack(sums)
+        backend = DEFAULT if isinstance(rows, np.ndarray) else self.library
+        return backend.reduce_rows(rows, op)
 
-    def all(self, flags: list[Any]) -> Any:
+    def all(self, flags: list[Any]) -> Flags:
         """Return whether all of some flags are true."""
-        each = [self._all(flag) for flag in flags]
-        if len(each) < 2:
-            return each[0] if each else self.xp.asarray(1) == 1
-        return self.xp.all(stack_arrays(self.backend, each))
+        all_of = self._all_on_device if self.on_device else self.xp.all
+        of_arrays = [all_of(flag) if len(flag.shape) else flag for flag in flags]
+        if not of_arrays:
+            return self.xp.asarray(1) == 1
+        if len(of_arrays) == 1:
+            return of_arrays[0]
+        return self.xp.all(stack_arrays(self.backend, of_arrays))
 
-    def each_finite(self, norms: Any, finite_norms: Any) -> Any:
-        """Return whether each norm is finite; see `finite`."""
-        if self.on_device and finite_norms is not norms:
-            return self.xp.equal(finite_norms, finite_norms)  # one kernel
-        return self.xp.isfinite(norms)
-
-    def _all(self, flags: Any) -> Any:
-        """Return whether all flags of an array are true, as a 0-d array."""
-        shape = tuple(flags.shape)
-        if not shape:
-            return flags
-        if self.on_device and shape == (1,):  # the flag of one norm, without a kernel
+    def _all_on_device(self, flags: Tensor) -> Flags:
+        """Return whether all flags of an array are true, that of one norm without a kernel."""
+        if tuple(flags.shape) == (1,):
             return self.xp.reshape(flags, ())
         return self.xp.all(flags)
 
-    def at_most_largest(self, values: Any) -> Any:
-        """Return values, the largest number of the norms' dtype where they are beyond."""
-        if self.on_device:
-            return self.xp.clip(values, None, self.largest_norm)  # one kernel
-        return self.xp.where(values > self.largest_norm, self.largest_norm, values)
+    def each_finite(self, norms: Norms, finite_norms: Norms) -> Flags:
+        """Return whether each norm is finite; see `finite`."""
+        # NaN differs from itself, which takes one kernel.
+        if self.on_device and finite_norms is not norms:
+            return self.xp.equal(finite_norms, finite_norms)
+        return self.xp.isfinite(norms)
 
     def finite(
-        self, norms: list[Any], entries_finite: Any, finite_norms: list[Any] | None = None
-    ) -> Any:
+        self,
+        norms: list[Any],
+        entries_finite: Flags | None,
+        finite_norms: list[Any] | None = None,
+    ) -> Flags:
         """Return whether all norms are finite, and the entries, if these were looked at.
 
         ``finite_norms`` are NaN on an accelerator where a norm is not finite.
         """
-        pairs = zip(norms, finite_norms or norms, strict=True)
-        flags = [self.each_finite(*pair) for pair in pairs]
-        return self.all(flags if entries_finite is None else [entries_finite, *flags])
+        if self.on_device and finite_norms is not None:
+            flags = [self.each_finite(*pair) for pair in zip(norms, finite_norms, strict=True)]
+        else:
+            flags = [self.xp.isfinite(norm) for norm in norms]
+        if entries_finite is not None:
+            flags = [entries_finite, *flags]
+        return self.all(flags)
 
     def choose(
         self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]
     ) -> list[Any]:
         """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
-        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (
-            self.mode == LIBRARY and self.library.readable(ok)
-        ):
+        known = isinstance(ok, (bool, np.bool_, np.ndarray))
+        if known or (self.mode == LIBRARY and self.library.readable(ok)):
             return usual() if bool(ok) else rare()
         return self.library.cond(ok, usual, rare)

@@ -69,9 +69,11 @@ def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes
 def _entries_of(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
     """Return the number of entries of a leaf that share a norm, also of those not stored."""
     axes = plan.axes[number]
-    shape = tree.leaves[number].shape
     wrapped = tree.wrapped.get(number)
-    if wrapped is not None and wrapped.shape is not None:
+    if wrapped is None or wrapped.shape is None:
+        shape = tree.leaves[number].shape
+    else:
+        # The leaf does not tell.
         shape = wrapped.shape
 
     # TensorFlow's graphs may know neither the rank nor the lengths: then the entries are counted

@@ -21,9 +21,9 @@ from uniclip._core.collectives import (
     reduction_of,
     with_reduced_library,
 )
-from uniclip._core.curve import compute_factors, zero_where_skipped
+from uniclip._core.factors import compute_factors, zero_where_skipped
 from uniclip._core.fast_path import FastStepResult, run_fast_path, run_fast_path_on_storage
-from uniclip._core.limit import find_absent, find_limits
+from uniclip._core.limiting import find_absent, find_limits
 from uniclip._core.measure import Measured, measure
 from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, flatten_known, open_leaves, with_params
@@ -111,6 +111,7 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     ):
         trees = _open_params(rule, tree, step)
         tree = trees[0]
+    backend = tree.leaf_info.backend
     mode = find_mode(rule, trees, state, step, constant)
     if len(trees) > 1 and mode != HOST:
         trees[1] = _detach(trees[1])
@@ -119,11 +120,12 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     first = tree.first
     if first is None and len(trees) > 1:
         first = _first_leaf(trees[1])
-    with tree.backend.computation_context(first):
+    with backend.computation_context(first):
         reduction = None
         if step.all_reduce is not None or step.shared is not None:
             reduction = _agree(rule, tree, mode, step)
-        separate = bool(tuple(getattr(constant, "shape", None) or ()))
+        # Not asked of a number that a compiler knows as a symbol.
+        separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
         if rule.nonfinite == "zero":
@@ -169,9 +171,7 @@ def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree
 
 def _detach(params: OpenedTree) -> OpenedTree:
     """Return parameters of which no derivative is recorded."""
-    detach = params.backend.detach
-    arrays = [array if array is None else detach(array) for array in params.arrays]
-    return params._replace(arrays=arrays)
+    return params._replace(arrays=params.backend.detach_all(params.arrays))
 
 
 def _first_leaf(tree: OpenedTree) -> Any:
@@ -185,7 +185,8 @@ def find_mode(
     rule: Choices, trees: Sequence[OpenedTree], state: Any, step: Step, constant: Any
 ) -> int:
     """Return the mode of a step: who has the values of all that comes in."""
-    backend, leaf_info = trees[0].backend, trees[0].leaf_info
+    leaf_info = trees[0].leaf_info
+    backend = leaf_info.backend
     # Nearly always nothing else comes in that could be traced, or that the host could not read.
     if type(constant) is float and step.norm is None and len(trees) == 1 and not rule.holds_arrays:
         return backend.mode(leaf_info)

@@ -239,7 +239,8 @@ def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
     ValueError
         If the tree is an iterator that is empty or exhausted.
     """
-    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
+    others = [leaf for leaf in leaves if leaf is not None and type(leaf) not in MET]
+    others = [leaf for leaf in others if backend_of(leaf) is None]
     if not others:
         return Flat(leaves, spec)
 

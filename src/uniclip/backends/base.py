@@ -472,6 +472,10 @@ class Backend:
         """
         return self.xp.stop_gradient(array) if hasattr(self.xp, "stop_gradient") else array
 
+    def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
+        """Return arrays of which no derivative is taken; ``None`` stays."""
+        return [array if array is None else self.detach(array) for array in arrays]
+
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
         return list(map(self.detach, arrays))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from uniclip._core.plan import Block
     from uniclip.backends import Backend
 
-Array: TypeAlias = Any
-
 SAVED_NAMES = {"norm_count": "count"}
 """The names in saved states of the fields that are saved under another name.
 
@@ -284,6 +282,10 @@ class Limit:
     """Whether each limit depends on its own norm, parameter and size alone.
 
     Norms of any shape may come as one vector then, which takes less time on an accelerator."""
+    in_range: ClassVar[bool] = False
+    """Whether limits and thresholds are numbers of the norms' dtype, and never ∞.
+
+    Others are brought into its range, which takes an operation."""
     groups: ClassVar[Sequence[Any]] = ()
     """The labels of groups that the limit names, which have a norm in every process."""
 

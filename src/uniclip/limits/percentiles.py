@@ -73,6 +73,8 @@ class Percentile(StatefulLimit):
     window: int
     filled: bool = False
 
+    in_range: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         """Validate the percentile and the window."""
         set_frozen_fields(

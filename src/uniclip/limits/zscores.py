@@ -21,6 +21,7 @@ from uniclip._errors import (
 )
 from uniclip._types import Flags, Limits, Namespace, Norms, Tensor
 from uniclip.limits.base import (
+    LARGEST,
     Context,
     StatefulLimit,
     align,
@@ -95,6 +96,11 @@ class ZScore(StatefulLimit):
     clip_factor: float = 1.0
     skip_update_on_spike: bool = False
 
+    @property
+    def in_range(self) -> bool:  # type: ignore[override]
+        """Whether `LARGEST` keeps limits and thresholds in range: all but huge factors do."""
+        return self.clip_factor == 1 and self.z * (1 + self.eps) < LARGEST
+
     def __post_init__(self) -> None:
         """Validate the parameters."""
         set_frozen_fields(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
@@ -122,32 +128,41 @@ class ZScore(StatefulLimit):
     def __call__(self, norms: Norms, state: Moments, context: Context) -> tuple[Limits, Moments]:
         """Compare with mean and deviation, then update them with the clipped norms."""
         # On an accelerator each operation is a kernel, so nothing is computed twice.
-        xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
-        count = count + 1
-        steps = xp.astype(align(xp, count, n), n.dtype)
-        known = steps > self.warmup
+        xp = context.xp
+        norms = squarable(xp, norms)
+        mean, variance, old_count = state
+        count = old_count + 1
+        steps = xp.astype(align(xp, count, norms), norms.dtype)
+        is_warm = steps > self.warmup
 
         spread = self.z * xp.sqrt(variance)
-        bound = spread + self.z * self.eps
-        threshold = xp.where(known, mean + bound, unlimited(xp, n))
+        margin = spread + self.z * self.eps
+        threshold = xp.where(is_warm, mean + margin, unlimited(xp, norms))
         context.threshold = threshold
-        spike = n > threshold
-        excess = n - mean
-        # Elsewhere the excess may be 0 or less.
-        share = bound / xp.where(spike, excess, 1.0) if self.target == "reciprocal" else 1.0
-        target, rise = self._target(xp, mean, spread * share, excess)
-        limits = xp.where(spike, target, unlimited(xp, n))
+        spike = norms > threshold
+        excess = norms - mean
 
+        # The excess of other norms may be 0, or negative.
+        share: Tensor | float = 1.0
+        if self.target == "reciprocal":
+            share = margin / xp.where(spike, excess, 1.0)
+        target, rise = self._target(xp, mean, spread * share, excess)
+        limits = xp.where(spike, target, unlimited(xp, norms))
+
+        # In the warm-up all norms have the same weight, 1 / steps; then this one has 1 - decay.
         change = xp.where(spike, rise, excess)
-        weight = xp.where(known, 1 - self.decay, 1 / steps)
-        move = weight * change
+        divisor = xp.where(is_warm, 1 / (1 - self.decay), steps)
+        move = change / divisor
+        new_mean = mean + move
+
         # The published rule uses the deviation from the new mean, `change - move`. In the warm-up
         # this is the plain variance.
-        square = move * xp.where(known, change - move, change)
-        means, variances = mean + move, (1 - weight) * (variance + square)
+        total = variance + move * xp.where(is_warm, change - move, change)
+        new_variance = total - total / divisor
         if self.skip_update_on_spike:
-            means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
-        return limits, Moments(means, variances, count)
+            new_mean = xp.where(spike, mean, new_mean)
+            new_variance = xp.where(spike, variance, new_variance)
+        return limits, Moments(new_mean, new_variance, count)
 
     def _target(
         self, xp: Namespace, mean: Tensor, rise: Tensor, excess: Tensor

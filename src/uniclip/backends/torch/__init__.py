@@ -819,6 +819,12 @@ class _Torch(dtensor.Distributed):
     def detach(self, array: Array) -> Array:
         return array.detach()
 
+    def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
+        if tracing() or not set(map(type, arrays)) <= _REGULAR:
+            return super().detach_all(arrays)
+        # No Python code runs for each array.
+        return list(map(torch.Tensor.detach, arrays))
+
     def computation_context(self, first: Array | None = None) -> AbstractContextManager[object]:
         default_device = default_device_of(first)
         if torch.compiler.is_compiling():

@@ -42,16 +42,15 @@ _lock = threading.Lock()
 
 def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     """Return a NumPy array, which must not be written, as a tensor on a device."""
-    here = torch.as_tensor(array, device="cpu")
-    is_remote = device.type in ACCELERATORS and array.size > 1 and array.nbytes <= _LARGEST
-    if not is_remote or tracing() or in_forward_mode():
-        return move(here, device)
+    is_kept = device.type in ACCELERATORS and 0 < array.nbytes <= _LARGEST
+    if not is_kept or tracing() or in_forward_mode():
+        return _send(array, device)
 
     key = array.tobytes(), array.dtype.str, array.shape, device
     sent = _sent.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if sent is None:
-            return move(here, device)
+            return _send(array, device)
         # A capture begins after all that was sent is there.
         _captured.append(sent.tensor)
         return sent.tensor
@@ -59,7 +58,7 @@ def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     of_device = getattr(torch, device.type)
     stream = of_device.current_stream(device)
     if sent is None:
-        tensor = move(here, device)
+        tensor = _send(array, device)
         event = of_device.Event()
         event.record(stream)
         with _lock:
@@ -71,3 +70,9 @@ def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
         stream.wait_event(sent.event)
         sent.tensor.record_stream(stream)
     return sent.tensor
+
+
+def _send(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
+    """Return a copy of an array on a device; PyTorch warns of memory that cannot be written."""
+    sent: torch.Tensor = move(torch.as_tensor(array.copy(), device="cpu"), device)
+    return sent

@@ -152,9 +152,13 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
 
 def by_dtype(arrays: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     """Return arrays by their dtype: PyTorch's functions of lists are fast for one dtype."""
+    dtypes = [array.dtype for array in arrays]
+    if len(set(dtypes)) == 1:
+        return {dtypes[0]: list(arrays)}
+
     groups: dict[torch.dtype, list[Tensor]] = {}
-    for array in arrays:
-        groups.setdefault(array.dtype, []).append(array)
+    for array, dtype in zip(arrays, dtypes, strict=True):
+        groups.setdefault(dtype, []).append(array)
     return groups
 
 
@@ -344,26 +348,33 @@ def _is_zero(array: Tensor) -> bool:
     return all_zero(array.numpy(force=True))
 
 
-def are_dense(arrays: list[Tensor]) -> bool:
+def are_dense(arrays: Sequence[Tensor]) -> bool:
     """Return whether arrays have no gaps, in any order of their axes, and no negative bit."""
-    for array in arrays:
-        if array.is_neg():
-            return False
-        if not (array.is_contiguous() or in_memory_order(array).is_contiguous()):
-            return False
-    return True
+    return not any(map(Tensor.is_neg, arrays)) and are_without_gaps(arrays)
+
+
+def are_without_gaps(arrays: Sequence[Tensor]) -> bool:
+    """Return whether arrays have no gaps, in any order of their axes."""
+    # `map` runs no Python code for each of many tensors.
+    if all(map(Tensor.is_contiguous, arrays)):
+        return True
+    return all([x.is_contiguous() or in_memory_order(x).is_contiguous() for x in arrays])
 
 
 def are_separate_blocks(arrays: list[Tensor]) -> bool:
     """Return whether dense arrays are writable, without gaps, and do not overlap."""
+    if any(map(Tensor.is_inference, arrays)) or any(map(Tensor.is_neg, arrays)):
+        return False
+
+    # An array has gaps, or repeats elements after `expand`.
+    if not are_without_gaps(arrays):
+        return False
+
     addresses = map(Tensor.data_ptr, arrays)
+    sizes = [array.nbytes for array in arrays]
     end = 0
-    for start, number in sorted(zip(addresses, range(len(arrays)), strict=True)):
-        array = arrays[number]
-        if start < end or array.is_inference() or array.is_neg():
+    for start, size in sorted(zip(addresses, sizes, strict=True)):
+        if start < end:
             return False
-        # An array has gaps, or repeats elements after `expand`.
-        if not (array.is_contiguous() or in_memory_order(array).is_contiguous()):
-            return False
-        end = start + array.nbytes
+        end = start + size
     return True

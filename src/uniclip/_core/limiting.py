@@ -81,13 +81,15 @@ def _ask_limit(
         for context, old in zip(contexts, states, strict=True)
     ]
     limits = [
-        _check_limits(plan, of_block, context.norms, checked=rule.limits_checked)
+        _check_limits(
+            plan, of_block, context.norms, checked=rule.limits_checked, in_range=limit.in_range
+        )
         for (of_block, _), context in zip(answers, contexts, strict=True)
     ]
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
         thresholds = [
-            of_block if context.threshold is None else _check_threshold(plan, context)
+            _check_threshold(plan, context, of_block, in_range=limit.in_range)
             for context, of_block in zip(contexts, limits, strict=True)
         ]
     if not limit.stateful:
@@ -99,16 +101,18 @@ def _ask_limit(
     return limits, thresholds, new_states[0] if len(new_states) == 1 else tuple(new_states)
 
 
-def _check_threshold(plan: Plan, context: Context) -> Any:
-    """Return the thresholds of a block in the range of the norms' dtype.
+def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: bool) -> Any:
+    """Return the thresholds of a block in the range of the norms' dtype, by default its limits.
 
     Raises
     ------
     TypeError, ValueError
         If they have the wrong shape.
     """
+    if context.threshold is None:
+        return limits
     check_shape("threshold", context.threshold, context.norms)
-    return plan.math.at_most_largest(context.threshold)
+    return context.threshold if in_range else plan.math.at_most_largest(context.threshold)
 
 
 def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
@@ -207,10 +211,13 @@ def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
 # What is validated.
 
 
-def _check_limits(plan: Plan, limits: Any, norms: Norms, *, checked: bool) -> Any:
+def _check_limits(
+    plan: Plan, limits: Any, norms: Norms, *, checked: bool, in_range: bool = False
+) -> Any:
     """Return limits in the range of the norms' dtype.
 
     ``checked`` if none is negative: they come from numbers that were checked when a rule was made.
+    ``in_range`` if none is too large.
 
     Raises
     ------
@@ -238,9 +245,12 @@ def _check_limits(plan: Plan, limits: Any, norms: Norms, *, checked: bool) -> An
         wrong = xp.logical_not(limits >= 0) & xp.isfinite(norms)
         if bool(xp.any(wrong)):
             raise ValueError(_describe_negative(limits))
-    if isinstance(limits, np.ndarray) or checked:
-        return math_.at_most_largest(limits)
-    return xp.clip(limits, 0, largest)
+    if not (checked or isinstance(limits, np.ndarray)):
+        return xp.clip(limits, 0, largest)
+    # An accelerator starts a kernel for it.
+    if math_.on_device and in_range:
+        return limits
+    return math_.at_most_largest(limits)
 
 
 def _describe_negative(limits: Any) -> str:

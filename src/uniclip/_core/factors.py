@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from uniclip._core.limit import NUMBERS, raise_if_numpy
+from uniclip._core.limiting import NUMBERS, raise_if_numpy
 from uniclip._core.measure import Measured
 from uniclip._core.plan import Plan
 from uniclip._errors import summarize
