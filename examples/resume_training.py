@@ -4,8 +4,8 @@
 A small network reads scikit-learn's handwritten digits; one batch in twenty has random labels. The
 rule is stateful: it limits norms to the 90th percentile of the last hundred. A checkpoint thus
 needs the rule's state besides weights and momentum. Each framework trains without interruption,
-then stops halfway and saves, then resumes in a new process; the losses must be equal bit for bit. Last
-it resumes without the rule's state: those losses differ. Needs ``pip install
+then stops halfway and saves, then resumes in a new process; the losses must be equal bit for bit.
+Last it resumes without the rule's state: those losses differ. Needs ``pip install
 "uniclip-gradients[demo]"`` and PyTorch, or JAX and flax.
 """
 

@@ -57,7 +57,7 @@ MAX_PENDING_REPORTS = 200
 
 
 class _Last(NamedTuple):
-    """The state of a clipper after a step: one tuple, so that other threads never see half a step."""
+    """The state of a clipper after a step, in one tuple: no thread ever sees half a step."""
 
     state: Any = None
     report: Report | None = None

@@ -179,8 +179,8 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
 def _target_of(leaf: WrappedLeaf, *, single: bool) -> Any:
     """Return what is multiplied of a wrapped leaf.
 
-    One number multiplies its storage as it is, which saves a copy back. A storage that leaves share,
-    or that has other entries, takes the values of the array instead.
+    One number multiplies its storage as it is, which saves a copy back. A storage that leaves
+    share, or that has other elements, takes the values of the array instead.
     """
     return leaf.storage if single and leaf.storage is not None else leaf.array
 

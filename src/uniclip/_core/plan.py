@@ -88,7 +88,7 @@ def plan_for(
     *,
     separate: bool = False,
 ) -> Plan:
-    """Return the plan of a rule for opened gradients, and for their parameters if they are measured.
+    """Return the plan of a rule for opened gradients, and for parameters if they are measured.
 
     It is made once for each structure. Traced code makes a plan each time it is traced.
 
@@ -494,8 +494,8 @@ def _add_collectives(
         plan.collectives = Collectives(plan, tree, reduction, shards)
         if plan.collectives.divided and rule.stateful:
             msg = (
-                f"{summarize(rule)} keeps norms along axes as its state, and some of these axes are "
-                "divided among processes, so that the state would differ from process to process; "
+                f"{summarize(rule)} keeps norms along axes as its state, and some of these axes "
+                "are divided among processes, so that the state would differ from process to process; "
                 "take a scope of whole leaves, such as uc.scopes.each_leaf, or a stateless limit"
             )
             raise ValueError(msg)

@@ -361,8 +361,8 @@ def _is_skipped(
     if not rejects(rule.curve):
         return xp.logical_not(step_finite) if rule.nonfinite == "skip" else None
 
-    # Without absent rows, a step is skipped if all factors are 0. Those of a step that is not finite
-    # are, too, by the policy "skip".
+    # Without absent rows, a step is skipped if all factors are 0. The policy "skip" makes those of
+    # a non-finite step 0, too.
     complete = plan.collectives is None and not any([block.absent for block in plan.blocks])
     if complete and factors and not any([0 in factor.shape for factor in factors]):
         return plan.math.all([xp.equal(factor, 0.0) for factor in factors])

@@ -7,7 +7,7 @@ Each module imports its own framework. This one has what they share, and imports
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from uniclip._errors import check, summarize

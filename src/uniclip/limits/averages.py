@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from uniclip._errors import below_one, nonnegative, set_frozen_fields, whole
+from uniclip._types import Flags, Limits, Norms, Tensor
 from uniclip.backends.base import cast
 from uniclip.limits.base import (
-    Array,
     Context,
     StatefulLimit,
     align,
@@ -25,21 +25,21 @@ from uniclip.norms import L2
 
 
 class Averages(NamedTuple):
-    """A running average of each norm, and the number of steps: for all rows together (`Ema`),
-    or for each row.
+    """A running average of each norm, and the number of steps: one for all rows (`Ema`),
+    or one for each row.
     """
 
-    averages: Array
+    averages: Tensor
     """In `Ema` -1 where there is no average yet."""
-    norm_count: Array
+    norm_count: Tensor
 
 
 class MeansAndSquares(NamedTuple):
     """Running mean and mean square of each norm, and the number of steps of each row."""
 
-    means: Array
-    squares: Array
-    norm_count: Array
+    means: Tensor
+    squares: Tensor
+    norm_count: Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,39 +86,51 @@ class Ema(StatefulLimit):
             warmup_norm=nonnegative("warmup_norm", self.warmup_norm),
         )
 
-    def init(self, norms: Array, context: Context) -> Averages:
+    def init(self, norms: Norms, context: Context) -> Averages:
         """Return the state before the first norm."""
         return Averages(norms - 1, context.asarray(0, context.xp.int32))
 
-    def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
+    def __call__(self, norms: Norms, state: Averages, context: Context) -> tuple[Limits, Averages]:
         """Compare with the averages, then update them with the clipped norms."""
-        xp, averages = context.xp, state.averages
-        known = averages >= 0
-        limited, limits, settled = known, self.ratio * averages, known
-        if self.warmup:
-            cold = state.norm_count >= self.warmup
-            beyond, together = self._limits_together(norms, context)
-            limited, limits = xp.where(cold, known, beyond), xp.where(cold, limits, together)
-            settled = known & cold
-        limits = xp.where(limited, limits, unlimited(xp, norms))
+        xp = context.xp
+        averages = state.averages
+        has_average = averages >= 0
 
-        left = xp.minimum(norms, limits)
-        first = left
+        is_limited = has_average
+        limits = self.ratio * averages
+        is_averaged = has_average
         if self.warmup:
-            first = xp.minimum(left, xp.where(known, averages, unlimited(xp, norms)))
-        first = xp.where(norms > 0, first, averages)
-        moved = left
+            is_warm = state.norm_count >= self.warmup
+            beyond, joint_limits = self._limits_together(norms, context)
+            is_limited = xp.where(is_warm, has_average, beyond)
+            limits = xp.where(is_warm, limits, joint_limits)
+            is_averaged = has_average & is_warm
+        limits = xp.where(is_limited, limits, unlimited(xp, norms))
+        clipped = xp.minimum(norms, limits)
+
+        # In the warm-up the average is the smallest norm so far.
+        smallest = clipped
+        if self.warmup:
+            earlier = xp.where(has_average, averages, unlimited(xp, norms))
+            smallest = xp.minimum(clipped, earlier)
+
+        # The first gradients of many layers are zero, and an average of 0 would limit all later
+        # ones to 0.
+        smallest = xp.where(norms > 0, smallest, averages)
+
+        moved = clipped
         if self.decay:
-            moved = self.decay * averages + (1 - self.decay) * left
-        return limits, Averages(xp.where(settled, moved, first), state.norm_count + 1)
+            moved = self.decay * averages + (1 - self.decay) * clipped
+        new_averages = xp.where(is_averaged, moved, smallest)
+        return limits, Averages(new_averages, state.norm_count + 1)
 
-    def _limits_together(self, norms: Array, context: Context) -> tuple[Array, Array]:
+    def _limits_together(self, norms: Norms, context: Context) -> tuple[Flags, Limits]:
         """Return whether the joint norm is beyond ``warmup_norm``, and the limits that scale all
         norms to it.
         """
-        xp, most = context.xp, self.warmup_norm
+        xp = context.xp
         largest = context.largest(lambda block: block.norms)
-        if most == 0:
+        if self.warmup_norm == 0:
             return context.asarray(largest, norms.dtype) > 0, 0 * norms
 
         # The joint norm, root * unit, may overflow the dtype of these norms, and even its own.
@@ -128,10 +140,12 @@ class Ema(StatefulLimit):
             lambda block: _square(cast(xp, block.norms, dtype) / block.asarray(unit, dtype))
         )
         root = L2.root(xp, total)
-        times = context.asarray(root * (unit / most), dtype)
-        beyond = times > 1  # not where a norm is NaN: others are not limited then
-        together = cast(xp, norms, dtype) / xp.where(beyond, times, 1.0)
-        return beyond, cast(xp, together, norms.dtype)
+        ratio = context.asarray(root * (unit / self.warmup_norm), dtype)
+
+        # If one norm is NaN, the ratio is NaN, and the other norms are not limited.
+        beyond = ratio > 1
+        joint_limits = cast(xp, norms, dtype) / xp.where(beyond, ratio, 1.0)
+        return beyond, cast(xp, joint_limits, norms.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,19 +185,23 @@ class SecondMoment(StatefulLimit):
         )
         set_frozen_fields(self, warmup=whole("warmup", self.warmup, 0))
 
-    def init(self, norms: Array, context: Context) -> Averages:
-        """Return zeros."""
+    def init(self, norms: Norms, context: Context) -> Averages:
+        """Return the state before the first norm."""
         return Averages(norms * 0, zero_counts(context))
 
-    def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
+    def __call__(self, norms: Norms, state: Averages, context: Context) -> tuple[Limits, Averages]:
         """Compare with the mean square, then update it with the clipped norms."""
-        xp, v = context.xp, state.averages
-        free = (align(xp, state.norm_count, norms) < self.warmup) | (v <= 0)
-        limits = xp.where(free, unlimited(xp, norms), L2.root(xp, self.factor * v))
-        left = squarable(xp, xp.minimum(norms, limits))
-        return limits, Averages(
-            self.decay * v + (1 - self.decay) * left * left, state.norm_count + 1
-        )
+        xp = context.xp
+        mean_square = state.averages
+
+        is_free = (align(xp, state.norm_count, norms) < self.warmup) | (mean_square <= 0)
+        root = L2.root(xp, self.factor * mean_square)
+        limits = xp.where(is_free, unlimited(xp, norms), root)
+
+        # The square of a large norm without a limit would overflow.
+        clipped = squarable(xp, xp.minimum(norms, limits))
+        moved = self.decay * mean_square + (1 - self.decay) * clipped * clipped
+        return limits, Averages(moved, state.norm_count + 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,23 +238,29 @@ class MeanOverRms(StatefulLimit):
             set_frozen_fields(self, **{name: below_one(name, getattr(self, name))})
         set_frozen_fields(self, eps=nonnegative("eps", self.eps))
 
-    def init(self, norms: Array, context: Context) -> MeansAndSquares:
+    def init(self, norms: Norms, context: Context) -> MeansAndSquares:
         """Return the state before the first norm."""
         return MeansAndSquares(norms * 0, norms * 0, zero_counts(context))
 
     def __call__(
-        self, norms: Array, state: MeansAndSquares, context: Context
-    ) -> tuple[Array, MeansAndSquares]:
+        self, norms: Norms, state: MeansAndSquares, context: Context
+    ) -> tuple[Limits, MeansAndSquares]:
         """Update the averages, then divide."""
-        xp, count, n = context.xp, state.norm_count + 1, squarable(context.xp, norms)
-        means = self.mean_decay * state.means + (1 - self.mean_decay) * n
-        squares = self.square_decay * state.squares + (1 - self.square_decay) * n * n
-        steps = align(xp, xp.astype(count, n.dtype), n)
-        m = means / (1 - self.mean_decay**steps)
-        v = squares / (1 - self.square_decay**steps)
-        return m / (L2.root(xp, v) + self.eps), MeansAndSquares(means, squares, count)
+        xp = context.xp
+        norms = squarable(xp, norms)
+        count = state.norm_count + 1
+
+        means = self.mean_decay * state.means + (1 - self.mean_decay) * norms
+        squares = self.square_decay * state.squares + (1 - self.square_decay) * norms * norms
+
+        # Both averages begin at 0, so the first ones are too small.
+        steps = align(xp, xp.astype(count, norms.dtype), norms)
+        mean = means / (1 - self.mean_decay**steps)
+        mean_square = squares / (1 - self.square_decay**steps)
+        limits = mean / (L2.root(xp, mean_square) + self.eps)
+        return limits, MeansAndSquares(means, squares, count)
 
 
-def _square(x: Array) -> Array:
+def _square(x: Tensor) -> Tensor:
     """Return the square, by a product: a power takes longer."""
     return x * x

@@ -9,28 +9,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._errors import Printed
-from uniclip._types import Number
+from uniclip._types import DType, Flags, Limits, Namespace, Norms, Number, State, Tensor
 
 if TYPE_CHECKING:
     from uniclip._core.measure import Measured
     from uniclip._core.plan import Block
     from uniclip.backends import Backend
 
-Array: TypeAlias = Any
-State: TypeAlias = Any
-
 SAVED_NAMES = {"norm_count": "count"}
-"""The names of fields of states in what is saved, where they differ.
+"""The names in saved states of the fields that are saved under another name.
 
-Optimizers look up fields by name in all of a state: a field of optax or Flax, such as ``count``,
-would be found twice.
+Optimizers look up fields by name in the whole state: a field with a name of optax or Flax, such as
+``count``, would be found twice.
 """
 LARGEST = 1e18
-"""The largest norm that enters a statistic of squares: its square fits into float32."""
+"""The largest norm in a statistic of squares: its square fits into float32."""
 
 
 class NoState(NamedTuple):
-    """The state of a rule without memory.
+    """The state of a rule that is not stateful.
 
     Examples
     --------
@@ -40,7 +37,7 @@ class NoState(NamedTuple):
 
 
 class Context:
-    """What a limit may use beside the norms of a block.
+    """The inputs of a limit in addition to the norms of a block.
 
     Most steps have one block. A limit is called once for each block; ``total`` and ``largest``
     reduce over all blocks.
@@ -87,57 +84,60 @@ class Context:
         self._number = number
         self._needs = needs
         self._divided = divided
-        """Whether some norms lie in other processes."""
+        """Whether other processes have some of the norms."""
 
         norms: Any = measured.finite_norms
-        block, present = blocks[number], measured.present
-        self.xp: Any = backend.xp
-        """The array API namespace of the norms; NumPy's where the host can read them at no cost."""
-        self.norms: Array = norms[number]
+        block = blocks[number]
+        present = measured.present
+        self.xp: Namespace = backend.xp
+        """The array API namespace of the norms; NumPy's if the host can read them at no cost."""
+        self.norms: Norms = norms[number]
         """The norms of this block, of shape ``(k, *kept)``."""
         self.labels: Sequence[Any] = block.labels
         """The label of each row's group.
 
-        ``None`` or the number of a leaf where leaves are not grouped by labels.
+        ``None`` or the number of a leaf if leaves are not grouped by labels.
         """
-        self.present: Array | None = None if present is None else present[number]
+        self.present: Flags | None = None if present is None else present[number]
         """For each row, whether some process has a gradient of its group.
 
-        ``None`` where this process knows.
+        ``None`` if `absent` has the same for this process alone.
         """
         self.absent: Sequence[bool] = block.absent if present is None else ()
         """For each row, whether all gradients of its group are absent and its norm is 0;
         empty if no gradient is.
         """
-        self.threshold: Array | None = None
+        self.threshold: Limits | None = None
         """The norms above which a limit clips, if it then clips to less.
 
         Set by the limit, and broadcast as limits.
         """
 
     @property
-    def count(self) -> Any:
-        """How many groups have gradients, in all blocks and processes.
+    def count(self) -> int | Tensor:
+        """The number of groups that have gradients, in all blocks and processes.
 
-        A 0-d array where these are joined.
+        A 0-d array if there are several processes.
         """
         self._check_not_sharded("count")
-        if self._measured.present is None:
+        present = self._measured.present
+        if present is None:
             return sum([len(block.labels) - sum(block.absent) for block in self._blocks])
+
+        xp = self.xp
         dtype = self.norms.dtype
-        counts = [self.xp.sum(self.xp.astype(rows, dtype)) for rows in self._measured.present]
-        return sum(counts)
+        return sum([xp.sum(xp.astype(rows, dtype)) for rows in present])
 
     @property
-    def params(self) -> Array:
+    def params(self) -> Norms:
         """The norms of the parameters, like ``norms``; requires ``"params"`` in ``needs``."""
         self._check_needed("params")
         params: Any = self._measured.params
         return params[self._number]
 
     @property
-    def sizes(self) -> Array:
-        """The number of entries of each norm, may be 0, as ``(k, 1, ...)``.
+    def sizes(self) -> Tensor:
+        """The number of elements of each norm, may be 0, as ``(k, 1, ...)``.
 
         Requires ``"sizes"`` in ``needs``.
         """
@@ -146,104 +146,118 @@ class Context:
         return sizes[self._number]
 
     @property
-    def loss(self) -> Any:
+    def loss(self) -> Tensor | None:
         """The loss of this step as a 0-d float32 array, or ``None``.
 
         Requires ``"loss"`` in ``needs``.
         """
         self._check_needed("loss")
         loss = self._measured.loss
-        return None if loss is None else self.asarray(loss, self.xp.float32)
+        if loss is None:
+            return None
+        return self.asarray(loss, self.xp.float32)
 
-    def total(self, function: Callable[[Context], Array]) -> Array:
-        """Return the sum of all entries of ``function(context)`` over all blocks: 0-d,
+    def total(self, function: Callable[[Context], Tensor]) -> Tensor:
+        """Return the sum of all elements of ``function(context)`` over all blocks: 0-d,
         in the widest dtype.
         """
         self._check_not_sharded("total")
         return self._reduce_blocks(self.xp.sum, function)
 
-    def largest(self, function: Callable[[Context], Array]) -> Array:
-        """Return the largest entry of ``function(context)`` over all blocks: 0-d,
+    def largest(self, function: Callable[[Context], Tensor]) -> Tensor:
+        """Return the largest element of ``function(context)`` over all blocks: 0-d,
         in the widest dtype.
         """
         self._check_not_sharded("largest")
         return self._reduce_blocks(self.xp.max, function)
 
-    def asarray(self, value: Any, dtype: Any = None) -> Array:
+    def asarray(self, value: Any, dtype: DType | None = None) -> Tensor:
         """Return a value as an array on the device of the norms,
         in their dtype unless ``dtype`` is given.
         """
-        array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
-        return self._backend.to_device_of(self.norms, array)
+        if dtype is None:
+            dtype = self.norms.dtype
+        return self._backend.to_device_of(self.norms, self.xp.asarray(value, dtype=dtype))
 
-    def constant(self, values: Any) -> Array:
+    def constant(self, values: Sequence[float]) -> Tensor:
         """Return numbers that are the same at every step as a vector in the dtype of the norms, on
         their device; it must not be written.
         """
-        norms, backend = self.norms, self._backend
+        norms = self.norms
+        backend = self._backend
         array = np.asarray(values, np.float32 if norms.dtype == self.xp.float32 else np.float64)
         if isinstance(norms, np.ndarray):
             return array
-        return backend.to_device_of(norms, backend.constant(array, backend.device(norms)))
 
-    def arange(self, count: int, dtype: Any = None) -> Array:
+        # An accelerator gets a constant once, and then it is found by its values.
+        on_device = backend.constant(array, backend.device(norms))
+        return backend.to_device_of(norms, on_device)
+
+    def arange(self, count: int, dtype: DType | None = None) -> Tensor:
         """Return the numbers from 0 to below ``count`` as a vector on the device of the norms,
         in their dtype unless ``dtype`` is given.
         """
-        dtype = self.norms.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = self.norms.dtype
         return self._backend.arange(count, dtype, self.norms)
 
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""
         rows = slice(number, number + 1)
         block = self._blocks[self._number]
-        of_row = block._replace(groups=block.groups[rows], labels=block.labels[rows])
+        block = block._replace(groups=block.groups[rows], labels=block.labels[rows])
+
         measured = self._measured
-        fields: dict[str, Any] = {"finite_norms": [self.norms[rows, ...]]}
+        fields: dict[str, Any] = {"finite_norms": [self.norms[rows, ...]], "present": None}
+        if self.present is not None:
+            fields["present"] = [self.present[rows]]
         for name, arrays in (("params", measured.params), ("sizes", measured.sizes)):
             fields[name] = None if arrays is None else [arrays[self._number][rows, ...]]
-        fields["present"] = None if self.present is None else [self.present[rows]]
-        return self._like([of_row], measured._replace(**fields), 0)
+        return self._like([block], measured._replace(**fields), 0)
 
     def _like(self, blocks: Sequence[Block], measured: Measured, number: int) -> Context:
+        """Return a context of another block."""
         divided = self._divided
         return Context(self._backend, blocks, measured, number, self._needs, divided=divided)
 
     def _reduce_blocks(
-        self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]
-    ) -> Array:
+        self, reduce: Callable[[Tensor], Tensor], function: Callable[[Context], Tensor]
+    ) -> Tensor:
+        """Return the values of a function of each block, reduced to a 0-d array."""
         reduced = []
         for number in range(len(self._blocks)):
-            value = function(self._like(self._blocks, self._measured, number))
-            if 0 not in value.shape:
-                reduced.append(reduce(value))
+            values = function(self._like(self._blocks, self._measured, number))
+            # The largest of no values is an error.
+            if 0 not in values.shape:
+                reduced.append(reduce(values))
         if not reduced:
             return self.asarray(0)
         if len(reduced) == 1:
             return reduced[0]
+
+        # Blocks may differ in dtype and device.
         dtype = self.xp.result_type(*[value.dtype for value in reduced])
         return reduce(self.xp.stack([self.asarray(value, dtype) for value in reduced]))
 
     def _check_not_sharded(self, name: str) -> None:
         if self._divided:
             msg = (
-                f"context.{name} looks at all norms, and of norms along axes that are divided "
-                "among processes each process has its own: take a scope of whole leaves, such as "
-                "uc.scopes.each_leaf"
+                f"context.{name} needs all norms, but with norms along sharded axes each process "
+                "has only its own; use a scope of whole leaves, such as uc.scopes.each_leaf"
             )
             raise ValueError(msg)
 
     def _check_needed(self, name: str) -> None:
         if name not in self._needs:
             msg = (
-                f"a limit that looks at context.{name} has to say so: needs = "
-                f"frozenset({{{name!r}}})"
+                f"context.{name} is computed only for limits that declare it; set needs = "
+                f"frozenset({{{name!r}}}) in the class of the limit"
             )
             raise TypeError(msg)
 
 
 class Limit:
-    """The base class of limits. A limit without memory needs only ``__call__``.
+    """The base class of limits. A limit that is not stateful needs only ``__call__``.
 
     Examples
     --------
@@ -258,9 +272,9 @@ class Limit:
     """
 
     stateful: ClassVar[bool] = False
-    """Whether the state changes from step to step; if so, `init` makes the first one."""
+    """Whether the state changes from step to step; if so, `init` returns the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``,
+    """The inputs in addition to the norms, of ``"params"``, ``"sizes"`` and ``"loss"``,
     which take time to compute.
 
     With ``"loss"`` every process takes part in averaging the losses."""
@@ -273,18 +287,18 @@ class Limit:
 
     Others are brought into its range, which takes an operation."""
     groups: ClassVar[Sequence[Any]] = ()
-    """The labels of groups that it names itself, which have a norm in every process."""
+    """The labels of groups that the limit names, which have a norm in every process."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse a limit that makes a first state and says that it has none."""
+        """Raise if a class has a first state and is not stateful."""
         if "init" in vars(cls) and not cls.stateful:
             msg = (
-                f"{cls.__name__} has an init, which makes the first state: set stateful = True in "
-                "the class"
+                f"{cls.__name__} has a method init for its first state, but is not stateful; set "
+                "stateful = True in the class"
             )
             raise TypeError(msg)
 
-    def init(self, norms: Array, context: Context) -> State:
+    def init(self, norms: Norms, context: Context) -> State:
         """Return the state before the first step; the norms are zeros.
 
         Returns
@@ -296,7 +310,7 @@ class Limit:
         """
         return NoState()
 
-    def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
+    def __call__(self, norms: Norms, state: Any, context: Context) -> tuple[Limits | Number, State]:
         """Return the limits of the norms, and the next state.
 
         Parameters
@@ -304,13 +318,13 @@ class Limit:
         norms : array
             The norms of this step, of shape ``(k, *kept)``: one row for each group in the order of
             the tree (dict keys sorted), ``kept`` the axes that a norm does not cover; in float32 or
-            wider. They are NumPy's arrays where the host can read the gradients at no cost, unless
-            the limit has arrays as attributes; else arrays of the gradients' library. A norm that
-            is not finite is NaN here.
+            wider. They are NumPy's arrays if the host can read the gradients at no cost and the
+            limit has no arrays as attributes, else arrays of the gradients' library. A norm that is
+            not finite is NaN here.
         state : NamedTuple of arrays
-            What `init` or the previous step returned.
+            The result of `init` or of the previous step.
         context : Context
-            Holds the array API namespace ``context.xp``, the ``context.labels`` of groups, sums
+            Has the array API namespace ``context.xp``, the ``context.labels`` of groups, sums
             over all blocks of norms and, if in `needs`, ``context.params``, ``context.sizes`` and
             ``context.loss``. A limit that clips above a threshold to less than the threshold sets
             ``context.threshold`` for the report.
@@ -334,61 +348,63 @@ class BuiltIn(Printed, Limit):
 
 
 class StatefulLimit(BuiltIn):
-    """A limit with memory."""
+    """A stateful limit."""
 
     stateful: ClassVar[bool] = True
 
 
-def zero_counts(context: Context) -> Array:
+def zero_counts(context: Context) -> Tensor:
     """Return an int32 0 for each row."""
-    return context.asarray(
-        context.xp.zeros(tuple(context.norms.shape)[:1], dtype=context.xp.int32), context.xp.int32
-    )
+    xp = context.xp
+    rows = tuple(context.norms.shape)[:1]
+    return context.asarray(xp.zeros(rows, dtype=xp.int32), xp.int32)
 
 
-def zeros(context: Context, length: int, dtype: Any = None) -> Array:
+def zeros(context: Context, length: int, dtype: DType | None = None) -> Tensor:
     """Return zeros of shape ``(k, length, *kept)``, sharded as the norms are."""
-    xp, like = context.xp, context.xp.expand_dims(0 * context.norms, axis=1)
-    dtype = like.dtype if dtype is None else dtype
-    zeros = xp.zeros((1, length, *[1] * (len(like.shape) - 2)), dtype=dtype)
-    return context.asarray(zeros, dtype) + xp.astype(like, dtype)
+    xp = context.xp
+    like = xp.expand_dims(0 * context.norms, axis=1)
+    if dtype is None:
+        dtype = like.dtype
+
+    # A sum with the norms has their sharding.
+    kept = [1] * (len(like.shape) - 2)
+    history = xp.zeros((1, length, *kept), dtype=dtype)
+    return context.asarray(history, dtype) + xp.astype(like, dtype)
 
 
-def push(xp: Any, histories: Array, newest: Array) -> Array:
-    """Return histories, newest first along axis 1, with a new first entry and without the last."""
-    return xp.concat([xp.expand_dims(newest, axis=1), histories[:, :-1, ...]], axis=1)
+def push(xp: Namespace, histories: Tensor, newest: Tensor) -> Tensor:
+    """Return histories, newest first along axis 1, with a new first value and without the last."""
+    first = xp.expand_dims(newest, axis=1)
+    return xp.concat([first, histories[:, :-1, ...]], axis=1)
 
 
-def align(xp: Any, rows: Array, norms: Array) -> Array:
+def align(xp: Namespace, rows: Tensor, norms: Tensor) -> Tensor:
     """Return one value for each row with as many axes as the norms, so that they broadcast."""
-    return xp.reshape(rows, tuple(rows.shape) + (1,) * (len(norms.shape) - len(rows.shape)))
+    missing = len(norms.shape) - len(rows.shape)
+    return xp.reshape(rows, tuple(rows.shape) + (1,) * missing)
 
 
-def unlimited(xp: Any, n: Array) -> float:
-    """Return the limit that stands for none: the dtype's largest number,
-    since NaN debuggers stop at ∞.
+def unlimited(xp: Namespace, norms: Tensor) -> float:
+    """Return the sentinel for "no limit": the largest number of the norms' dtype.
+
+    NaN debuggers stop at an infinity.
     """
-    return float(xp.finfo(n.dtype).max)
+    return float(xp.finfo(norms.dtype).max)
 
 
-def unit_of(xp: Any, top: Array) -> Array:
-    """Return a divisor that keeps squares of numbers up to ``top`` in range:
-    ``top`` or a little less.
+def unit_of(xp: Namespace, largest: Tensor) -> Tensor:
+    """Return a divisor that keeps squares of numbers up to ``largest`` in range:
+    ``largest`` or a little less.
 
     Its reciprocal, by which compilers multiply, is a normal number. For zeros it is a number whose
     reciprocal can be squared in a second derivative.
     """
-    numbers = xp.finfo(top.dtype)
-    return xp.where(
-        top > 0, xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4), 2.0**-30
-    )
+    numbers = xp.finfo(largest.dtype)
+    unit = xp.clip(largest, float(numbers.smallest_normal), float(numbers.max) / 4)
+    return xp.where(largest > 0, unit, 2.0**-30)
 
 
-def at_most(xp: Any, norms: Array, bound: Array | float) -> Array:
-    """Return the smaller of norm and bound; the norm if it is NaN."""
-    return xp.where(norms > bound, bound, norms)
-
-
-def squarable(xp: Any, norms: Array) -> Array:
+def squarable(xp: Namespace, norms: Norms) -> Norms:
     """Return norms for a statistic of squares, at most `LARGEST`."""
     return xp.clip(norms, 0.0, LARGEST)

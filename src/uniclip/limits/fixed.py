@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from uniclip._errors import (
     LIMIT,
@@ -18,22 +18,22 @@ from uniclip._errors import (
     set_frozen_fields,
     summarize,
 )
-from uniclip._types import Number
+from uniclip._types import Array, Limits, Norms, Number, State, Tensor
 from uniclip.backends import compiling
 from uniclip.limits.base import (
-    Array,
     BuiltIn,
     Context,
     Limit,
     NoState,
-    State,
     StatefulLimit,
     align,
     unlimited,
 )
 
-_NAMED = 10
-"""The number of labels listed in an error."""
+_Label: TypeAlias = object
+"""The label of a group, ``None`` without groups."""
+_MAX_SHOWN_LABELS = 10
+"""The number of labels that an error lists."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,10 +61,10 @@ class Constant(BuiltIn):
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
-        """Whether it is one number, and so the same for norms of any shape."""
+        """Whether the value is one number, and so the same for norms of any shape."""
         return not getattr(self.value, "shape", ())
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
+    def __call__(self, norms: Norms, state: NoState, context: Context) -> tuple[Number, NoState]:
         """Return the value, the same for every norm."""
         return self.value, state
 
@@ -72,7 +72,7 @@ class Constant(BuiltIn):
 class Counted(NamedTuple):
     """The number of steps taken."""
 
-    norm_count: Array
+    norm_count: Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,21 +94,21 @@ class Schedule(StatefulLimit):
     [5.0, 3.0, 2.0]
     """
 
-    fn: Callable[[Any], Any]
+    fn: Callable[[Tensor], Number]
 
     def __post_init__(self) -> None:
         """Validate the function."""
         check("fn", self.fn, callable(self.fn), "a function of the step")
 
-    def init(self, norms: Array, context: Context) -> Counted:
-        """Begin at step 0."""
+    def init(self, norms: Norms, context: Context) -> Counted:
+        """Return the state before the first step."""
         return Counted(context.asarray(0, context.xp.int32))
 
-    def __call__(self, norms: Array, state: Counted, context: Context) -> tuple[Array, Counted]:
-        """Call the function."""
-        return self.fn(context.xp.astype(state.norm_count, context.xp.float32)), Counted(
-            state.norm_count + 1
-        )
+    def __call__(self, norms: Norms, state: Counted, context: Context) -> tuple[Number, Counted]:
+        """Call the function with the number of earlier steps."""
+        xp = context.xp
+        step = xp.astype(state.norm_count, xp.float32)
+        return self.fn(step), Counted(state.norm_count + 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +134,7 @@ class Relative(BuiltIn):
 
     ratio: Number
     eps: Number = 1e-3
-    counts: Any = None
+    counts: Array | None = None
 
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
 
@@ -143,26 +143,33 @@ class Relative(BuiltIn):
         set_frozen_fields(
             self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps)
         )
-        wanted = "an array, one number for each norm"
-        check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
+
+        # The shapes of norms are known at a step.
+        is_array = self.counts is None or hasattr(self.counts, "shape")
+        check("counts", self.counts, is_array, "an array, one number for each norm")
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
-        """Whether no counts have the shape of the norms."""
+        """Whether no counts depend on the place of a norm."""
         return self.counts is None
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
+    def __call__(self, norms: Norms, state: NoState, context: Context) -> tuple[Limits, NoState]:
         """Return limits relative to the parameters."""
-        xp, w = context.xp, context.params
-        limits = self.ratio * xp.where(w > self.eps, w, self.eps)
-        return (limits if self.counts is None else limits * self._counted(limits, context)), state
+        xp = context.xp
+        params = context.params
+        limits = self.ratio * xp.where(params > self.eps, params, self.eps)
+        if self.counts is not None:
+            limits = limits * self._counts_like(limits, context)
+        return limits, state
 
-    def _counted(self, limits: Array, context: Context) -> Array:
+    def _counts_like(self, limits: Limits, context: Context) -> Tensor:
+        """Return the counts as an array in the dtype of the limits, with the shape of one group."""
         counts = context.asarray(self.counts, limits.dtype)
-        if tuple(counts.shape) != tuple(limits.shape)[1:]:
+        shape = tuple(limits.shape)[1:]
+        if tuple(counts.shape) != shape:
             msg = (
-                f"counts of shape {tuple(counts.shape)} do not fit norms of shape "
-                f"{tuple(limits.shape)[1:]}"
+                f"counts has shape {tuple(counts.shape)}, but the norms have shape {shape}; pass "
+                "one count for each norm"
             )
             raise ValueError(msg)
         return counts
@@ -197,17 +204,20 @@ class TrustRatio(BuiltIn):
     elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse negative values."""
+        """Validate the parameters."""
         for name in ("lr", "trust_coefficient", "weight_decay"):
             set_frozen_fields(self, **{name: nonnegative(name, getattr(self, name))})
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
+    def __call__(self, norms: Norms, state: NoState, context: Context) -> tuple[Limits, NoState]:
         """Return limits relative to the parameters; a parameter of zeros limits nothing."""
-        xp, w = context.xp, context.params
-        share = 1 / (1 + self.weight_decay * w / xp.where(norms > 0, norms, 1.0))
-        return xp.where(
-            w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, norms)
-        ), state
+        xp = context.xp
+        params = context.params
+
+        # A gradient of 0 is not clipped, whatever its limit; 1 avoids a division by 0.
+        divisors = xp.where(norms > 0, norms, 1.0)
+        gradient_shares = 1 / (1 + self.weight_decay * params / divisors)
+        limits = self.trust_coefficient * params / self.lr * gradient_shares
+        return xp.where(params > 0, limits, unlimited(xp, norms)), state
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,7 +229,7 @@ class Split(BuiltIn):
     total : float or 0-d array
         The largest joint norm.
     by_size : bool, default False
-        Give each norm ``total·√(D/ΣD)``, D its number of entries, instead of ``total/√K``.
+        Give each norm ``total·√(D/ΣD)``, D its number of elements, instead of ``total/√K``.
 
     Examples
     --------
@@ -244,17 +254,21 @@ class Split(BuiltIn):
         """The sizes, if the total is split by size."""
         return frozenset({"sizes"} if self.by_size else ())
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
+    def __call__(
+        self, norms: Norms, state: NoState, context: Context
+    ) -> tuple[Limits | Number, NoState]:
         """Split the total."""
-        if not self.by_size:
-            count = context.count
-            count = (
-                max(count, 1) if isinstance(count, int) else context.xp.where(count > 0, count, 1.0)
-            )
-            return self.total * count**-0.5, state
-        entries = context.asarray(context.total(lambda one: one.sizes))
-        share = context.sizes / context.xp.where(entries > 0, entries, 1.0)
-        return self.total * share**0.5, state
+        xp = context.xp
+        if self.by_size:
+            entries = context.asarray(context.total(lambda block: block.sizes))
+            shares = context.sizes / xp.where(entries > 0, entries, 1.0)
+            return self.total * shares**0.5, state
+
+        # A step without gradients has no norms, and 0 has no negative power.
+        count = context.count
+        if isinstance(count, int):
+            return self.total * max(count, 1) ** -0.5, state
+        return self.total * xp.where(count > 0, count, 1.0) ** -0.5, state
 
 
 @dataclass(frozen=True, repr=False)
@@ -278,128 +292,136 @@ class PerGroup(Printed, Limit):
 
     def __post_init__(self) -> None:
         """Convert numbers to constant limits, and store a hashable tuple."""
-        check(
-            "limits",
-            self.limits,
-            isinstance(self.limits, (Mapping, tuple)),
-            "a mapping of label to limit",
-        )
-        pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
+        limits = self.limits
+        check("limits", limits, isinstance(limits, (Mapping, tuple)), "a mapping of label to limit")
+        pairs = limits.items() if isinstance(limits, Mapping) else limits
         set_frozen_fields(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal limit."""
-        pairs = [(label, one.value if type(one) is Constant else one) for label, one in self.limits]
-        return (
-            "uc.limits.PerGroup({"
-            f"{', '.join(f'{show(label)}: {show(one)}' for label, one in pairs)}"
-            "})"
-        )
+        texts = []
+        for label, limit in self.limits:
+            # A constant is written as its number, which makes it again.
+            shown = limit.value if type(limit) is Constant else limit
+            texts.append(f"{show(label)}: {show(shown)}")
+        return f"uc.limits.PerGroup({{{', '.join(texts)}}})"
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]
-        """Whether one of the limits has memory."""
+        """Whether one of the limits is stateful."""
         return any(limit.stateful for _, limit in self.limits)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """What the limits use beside the norms."""
+        """The inputs of the limits in addition to the norms."""
         return frozenset().union(*(limit.needs for _, limit in self.limits))
 
     @property
-    def groups(self) -> list[Any]:  # type: ignore[override]
+    def groups(self) -> list[_Label]:  # type: ignore[override]
         """The labels."""
         return [label for label, _ in self.limits]
 
     @property
-    def constants(self) -> list[Any]:
+    def constants(self) -> list[Number]:
         """The numbers and arrays among the limits."""
         return [limit.value for _, limit in self.limits if isinstance(limit, Constant)]
 
-    def init(self, norms: Array, context: Context) -> State:
+    def init(self, norms: Norms, context: Context) -> State:
         """Return the state of each group's limit."""
-        rows = self._rows(self._chosen(context), context)
-        return tuple(limit.init(row.norms, row) for limit, row in rows)
+        states = []
+        for number, limit in enumerate(self._limits_of_rows(context)):
+            row = context.row(number)
+            states.append(limit.init(row.norms, row))
+        return tuple(states)
 
-    def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
+    def __call__(self, norms: Norms, state: State, context: Context) -> tuple[Limits, State]:
         """Call each group's limit."""
-        limits = self._chosen(context)
-        top = float(context.xp.finfo(norms.dtype).max)
-        constant = all(
-            [type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]
-        )
-        # where a number that changes must not become part of an array
-        if constant and not compiling():
-            values = context.constant([float(min(limit.value, top)) for limit in limits])
-            return align(context.xp, values, norms), state
+        xp = context.xp
+        limits = self._limits_of_rows(context)
+        largest = float(xp.finfo(norms.dtype).max)
+
+        # A number that changes must not become part of an array in a compiled function.
+        numbers = [
+            limit.value
+            for limit in limits
+            if type(limit) is Constant and isinstance(limit.value, (float, int))
+        ]
+        if len(numbers) == len(limits) and not compiling():
+            values = context.constant([float(min(number, largest)) for number in numbers])
+            return align(xp, values, norms), state
+
         states = state if self.stateful else [NoState()] * len(limits)
-        rows = self._rows(limits, context)
-        # Not `limit(...)`, as in `uniclip._core.step`.
-        answers = [
-            limit.__call__(row.norms, one, row)
-            for (limit, row), one in zip(rows, states, strict=True)
-        ]
-        each = [
-            _like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)
-        ]
-        if any([row.threshold is not None for _, row in rows]):
-            own = [
-                one if row.threshold is None else row.threshold
-                for one, (_, row) in zip(each, rows, strict=True)
-            ]
-            like = [_like_norms(one, top, row) for one, (_, row) in zip(own, rows, strict=True)]
-            context.threshold = context.xp.concat(like, axis=0)
-        return context.xp.concat(each, axis=0), tuple(
-            new for _, new in answers
-        ) if self.stateful else state
+        rows = [context.row(number) for number in range(len(limits))]
+        row_limits = []
+        thresholds = []
+        new_states = []
+        for limit, row, row_state in zip(limits, rows, states, strict=True):
+            # Not `limit(...)`, as in `uniclip._core.limit`.
+            returned, new = limit.__call__(row.norms, row_state, row)
+            array = _like_norms(returned, largest, row)
+            row_limits.append(array)
+            new_states.append(new)
 
-    def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
-        return [(limit, context.row(number)) for number, limit in enumerate(limits)]
+            # A limit without a threshold clips what is above it.
+            if row.threshold is not None:
+                array = _like_norms(row.threshold, largest, row)
+            thresholds.append(array)
 
-    def _chosen(self, context: Context) -> list[Any]:
+        if any([row.threshold is not None for row in rows]):
+            context.threshold = xp.concat(thresholds, axis=0)
+        new_state = tuple(new_states) if self.stateful else state
+        return xp.concat(row_limits, axis=0), new_state
+
+    def _limits_of_rows(self, context: Context) -> list[Limit]:
         """Return the limit of each group; groups whose gradients are absent need none."""
-        absent = [
-            label for label, gone in zip(context.labels, context.absent, strict=False) if gone
-        ]
-        limits: dict[Any, Limit] = {
-            **dict.fromkeys(absent, Constant(math.inf)),
-            **dict(self.limits),
-        }
-        for label in context.labels:
-            if label not in limits:
-                hint = (
-                    "; PerGroup needs a scope of groups, scope=uc.scopes.groups(label)"
-                    if label is None
-                    else ""
-                )
-                known = ", ".join(map(summarize, list(limits)[:_NAMED])) + ", ..." * (
-                    len(limits) > _NAMED
-                )
-                msg = (
-                    f"group {summarize(label)} has no limit: add it to [{known}] (math.inf leaves it "
-                    f"alone){hint}"
-                )
-                raise ValueError(msg)
-        return [limits[label] for label in context.labels]
+        limits = dict(self.limits)
+        found = []
+        for number, label in enumerate(context.labels):
+            limit = limits.get(label)
+            if limit is None:
+                if not (context.absent and context.absent[number]):
+                    _raise_no_limit(label, list(limits))
+                limit = Constant(math.inf)
+            found.append(limit)
+        return found
 
 
-def _like_norms(limit: Any, top: float, context: Context) -> Array:
-    """Return a number (at most ``top``) or an array, in the shape and dtype of the norms."""
+def _raise_no_limit(label: _Label, labels: list[_Label]) -> NoReturn:
+    """Raise an error for a group that has no limit."""
+    hint = ""
+    if label is None:
+        hint = "; PerGroup needs a scope of groups, scope=uc.scopes.groups(label)"
+    names = list(map(summarize, labels[:_MAX_SHOWN_LABELS]))
+    if len(labels) > _MAX_SHOWN_LABELS:
+        names.append("...")
+    msg = (
+        f"no limit for group {summarize(label)} (limits are set for: {', '.join(names)}); add one, "
+        f"or use math.inf to leave the group unclipped{hint}"
+    )
+    raise ValueError(msg)
+
+
+def _like_norms(limit: Limits | Number, largest: float, context: Context) -> Limits:
+    """Return a number (at most ``largest``) or an array, in the shape and dtype of the norms."""
     zeros = context.xp.zeros_like(context.norms)
     if not isinstance(limit, (float, int)):
         return zeros + context.asarray(limit)
-    # PyTorch's compiler makes constants of what `min` returns, and compiles anew for each number.
-    return zeros + float(top if limit > top else limit)  # noqa: FURB136
+
+    # PyTorch's compiler makes a constant of the result of `min`, and recompiles for each number.
+    return zeros + float(largest if limit > largest else limit)  # noqa: FURB136
 
 
 def as_limit(value: Any) -> Limit:
     """Return a limit as it is, a number or an array as a constant limit."""
     if isinstance(value, Limit):
         return value
-    # Checked first, since a compiler cannot tell what else they are.
-    if not isinstance(value, (float, int)):
-        fits = not callable(value) and not hasattr(value, "stateful")
-        called = isinstance(value, type) and issubclass(value, Limit)
-        hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"
-        check("max_norm, the limit,", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")
+    if isinstance(value, (float, int)):
+        return Constant(value)
+
+    # Numbers come first, since a compiler cannot evaluate the following for them.
+    fits = not callable(value) and not hasattr(value, "stateful")
+    hint = " (of a rule, rule.limit)"
+    if isinstance(value, type) and issubclass(value, Limit):
+        hint = f" (call the class, {value.__name__}(...))"
+    check("max_norm, the limit,", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")
     return Constant(value)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
 from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
-from uniclip.limits.base import Array, Context, StatefulLimit, align, push, zero_counts, zeros
+from uniclip._types import DType, Limits, Namespace, Norms, Tensor
+from uniclip.limits.base import Context, StatefulLimit, align, push, zero_counts, zeros
 
-_SAME_RANK = 1e-6
-"""How far, relatively, a position may be from a rank that it is meant to be.
+_Host: TypeAlias = np.ndarray[Any, Any]
 
-To interpolate by a rounding error would mix in the next value, which may be huge.
+_RANK_TOLERANCE = 1e-6
+"""The relative distance up to which a position is a rank, but for rounding.
+
+Interpolating by a rounding error could pull in the next value, which may be huge.
 """
 
 
@@ -27,8 +30,8 @@ class History(NamedTuple):
     and the number of norms in each row.
     """
 
-    norms: Array
-    norm_count: Array
+    norms: Tensor
+    norm_count: Tensor
 
 
 class Histogram(NamedTuple):
@@ -36,14 +39,14 @@ class Histogram(NamedTuple):
     and the number of norms of each row.
     """
 
-    below: Array
-    norm_count: Array
+    below: Tensor
+    norm_count: Tensor
 
 
 class Thresholds(NamedTuple):
     """The limit of each row."""
 
-    limits: Array
+    limits: Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,26 +84,32 @@ class Percentile(StatefulLimit):
         )
         set_frozen_fields(self, filled=flag("filled", self.filled))
 
-    def init(self, norms: Array, context: Context) -> History:
-        """Begin with empty windows."""
+    def init(self, norms: Norms, context: Context) -> History:
+        """Return the state before the first norm: empty windows."""
         return History(zeros(context, self.window) - 1, zero_counts(context))
 
-    def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
+    def __call__(self, norms: Norms, state: History, context: Context) -> tuple[Limits, History]:
         """Add the norms to the windows, and compute the percentiles."""
-        xp, history = context.xp, push(context.xp, state.norms, norms)
+        xp = context.xp
+        history = push(xp, state.norms, norms)
         if self.filled:
-            begins = align(xp, state.norm_count, history) < 1
-            history = xp.where(begins, xp.expand_dims(norms, axis=1), history)
+            is_first = align(xp, state.norm_count, history) < 1
+            history = xp.where(is_first, xp.expand_dims(norms, axis=1), history)
             count = xp.full_like(state.norm_count, self.window)
-            return _percentile_of(xp, self.percentile, history), History(history, count)
+            limits = _percentile_of(xp, self.percentile, history)
+            return limits, History(history, count)
+
         count = xp.clip(state.norm_count + 1, 0, self.window)
+        new_state = History(history, count)
         if not isinstance(history, np.ndarray):
-            known = xp.astype(count, norms.dtype)
-            position = _position(xp, self.percentile, known)
-            return _interpolate(context, history, known, position), History(history, count)
-        low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
+            present = xp.astype(count, norms.dtype)
+            position = _position(xp, self.percentile, present)
+            return _interpolate(context, history, present, position), new_state
+
+        low, high, fraction = _ranks(xp, self.percentile, count, norms.dtype)
         lower, upper = _select_on_host(history, count, low, high)
-        return lower + align(xp, share, lower) * (upper - lower), History(history, count)
+        limits = lower + align(xp, fraction, lower) * (upper - lower)
+        return limits, new_state
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,39 +149,52 @@ class PercentileOfAll(StatefulLimit):
         """Validate the percentile."""
         set_frozen_fields(self, percentile=check_range("percentile", self.percentile, 0, 100))
 
-    def init(self, norms: Array, context: Context) -> Histogram:
-        """Begin with empty histograms."""
-        bins = self._range(context.xp, norms)[1]
-        return Histogram(zeros(context, bins, context.xp.int32), zero_counts(context))
+    def init(self, norms: Norms, context: Context) -> Histogram:
+        """Return the state before the first norm: empty histograms."""
+        xp = context.xp
+        _, bins = self._range(xp, norms)
+        return Histogram(zeros(context, bins, xp.int32), zero_counts(context))
 
-    def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
+    def __call__(
+        self, norms: Norms, state: Histogram, context: Context
+    ) -> tuple[Limits, Histogram]:
         """Count the norms, and compute the percentiles."""
-        xp, count, (first, bins) = context.xp, state.norm_count + 1, self._range(context.xp, norms)
-        numbers = align(xp, xp.reshape(context.arange(bins), (1, bins)), state.below)
+        xp = context.xp
+        count = state.norm_count + 1
+        first, bins = self._range(xp, norms)
+
+        # A norm of 0 has no logarithm, and is in the first bin.
         positive = norms > 0
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
-        within_bin = xp.expand_dims(log, axis=1) <= first + self.step * numbers
-        below = state.below + xp.astype(within_bin, xp.int32)
-        low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
-        lower, upper = (self._value(xp, below, rank, first, norms.dtype) for rank in (low, high))
-        return lower + align(xp, share, lower) * (upper - lower), Histogram(below, count)
+        bin_numbers = align(xp, xp.reshape(context.arange(bins), (1, bins)), state.below)
+        is_below = xp.expand_dims(log, axis=1) <= first + self.step * bin_numbers
+        below = state.below + xp.astype(is_below, xp.int32)
 
-    def _value(self, xp: Any, below: Array, rank: Array, first: float, dtype: Any) -> Array:
-        """Return the norm at a rank."""
-        bin_ = xp.sum(xp.astype(below <= align(xp, rank, below), xp.int32), axis=1)
-        log = first + self.step * (xp.astype(bin_, dtype) - 0.5)
-        most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may overflow
-        # Some implementations overflow a little earlier.
-        root = xp.exp(xp.where(log > most, most, log) / 2)
+        low, high, fraction = _ranks(xp, self.percentile, count, norms.dtype)
+        lower = self._value(xp, below, low, first, norms.dtype)
+        upper = self._value(xp, below, high, first, norms.dtype)
+        limits = lower + align(xp, fraction, lower) * (upper - lower)
+        return limits, Histogram(below, count)
+
+    def _value(
+        self, xp: Namespace, below: Tensor, rank: Tensor, first: float, dtype: DType
+    ) -> Tensor:
+        """Return the norm at a rank: the middle of its bin."""
+        is_lower = below <= align(xp, rank, below)
+        bin_number = xp.sum(xp.astype(is_lower, xp.int32), axis=1)
+        log = first + self.step * (xp.astype(bin_number, dtype) - 0.5)
+
+        # Above the largest logarithm the exponential overflows, in some implementations a little
+        # below it, too. The exponential of the half does not, and its square is in range.
+        largest = math.log(float(xp.finfo(dtype).max)) - 1e-4
+        root = xp.exp(xp.where(log > largest, largest, log) / 2)
         return root * root
 
-    def _range(self, xp: Any, norms: Array) -> tuple[float, int]:
+    def _range(self, xp: Namespace, norms: Norms) -> tuple[float, int]:
         """Return the smallest logarithm of a dtype, and the number of its bins."""
-        return (
-            (self.first, self.bins)
-            if norms.dtype == xp.float32
-            else (self.first_wide, self.bins_wide)
-        )
+        if norms.dtype == xp.float32:
+            return self.first, self.bins
+        return self.first_wide, self.bins_wide
 
 
 @dataclass(frozen=True, repr=False)
@@ -226,94 +248,116 @@ class TrackedQuantile(StatefulLimit):
         )
         if not self.min <= self.start <= self.max:
             msg = (
-                f"start must be from min to max, got start={self.start}, min={self.min}, "
+                f"start must be between min and max, got start={self.start}, min={self.min}, "
                 f"max={self.max}"
             )
             raise ValueError(msg)
 
-    def init(self, norms: Array, context: Context) -> Thresholds:
-        """Begin with the first limit."""
-        return Thresholds(context.xp.astype(zero_counts(context), norms.dtype) + self.start)
+    def init(self, norms: Norms, context: Context) -> Thresholds:
+        """Return the first limit for each row."""
+        zero_limits = context.xp.astype(zero_counts(context), norms.dtype)
+        return Thresholds(zero_limits + self.start)
 
     def __call__(
-        self, norms: Array, state: Thresholds, context: Context
-    ) -> tuple[Array, Thresholds]:
-        """Count the norms within the limit."""
-        xp, limits = context.xp, state.limits
-        rows = align(xp, limits, norms)
-        count = _over_kept(xp, xp.ones_like(norms))
-        share = _over_kept(xp, xp.astype(norms <= rows, norms.dtype)) / xp.where(
-            count > 0, count, 1.0
-        )
-        moved = xp.where(count > 0, limits * xp.exp(-self.rate * (share - self.quantile)), limits)
+        self, norms: Norms, state: Thresholds, context: Context
+    ) -> tuple[Limits, Thresholds]:
+        """Return the limits, then move them by the share of norms within them."""
+        xp = context.xp
+        limits = state.limits
+        aligned = align(xp, limits, norms)
+
+        # A row without norms, such as a batch without examples, leaves its limit as it was.
+        count = _sum_rows(xp, xp.ones_like(norms))
+        within = _sum_rows(xp, xp.astype(norms <= aligned, norms.dtype))
+        share = within / xp.where(count > 0, count, 1.0)
+        moved = limits * xp.exp(-self.rate * (share - self.quantile))
+        moved = xp.where(count > 0, moved, limits)
+
         if self.min:
             moved = xp.where(moved < self.min, self.min, moved)
         if self.max < math.inf:
             moved = xp.where(moved > self.max, self.max, moved)
-        return rows, Thresholds(moved)
+        return aligned, Thresholds(moved)
 
 
-def _over_kept(xp: Any, values: Array) -> Array:
+def _sum_rows(xp: Namespace, values: Tensor) -> Tensor:
     """Return the sum of each row."""
-    kept = tuple(range(1, len(values.shape)))
-    return xp.sum(values, axis=kept) if kept else values
+    axes = tuple(range(1, len(values.shape)))
+    if not axes:
+        return values
+    return xp.sum(values, axis=axes)
 
 
-def _position(xp: Any, q: float, count: Array) -> Array:
-    """Return where a percentile of ``count`` values lies among their ranks, which begin with 0."""
-    position = (count - 1) * (q / 100)
+def _position(xp: Namespace, percentile: float, count: Tensor) -> Tensor:
+    """Return the position of a percentile of ``count`` values among their ranks, from 0."""
+    position = (count - 1) * (percentile / 100)
     nearest = xp.round(position)
-    same = xp.abs(position - nearest) <= _SAME_RANK * (1 + position)
-    return xp.where(same, nearest, position)
+    is_rank = xp.abs(position - nearest) <= _RANK_TOLERANCE * (1 + position)
+    return xp.where(is_rank, nearest, position)
 
 
-def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, Array]:
-    """Return the two ranks between which a percentile of ``count`` values lies,
+def _ranks(
+    xp: Namespace, percentile: float, count: Tensor, dtype: DType
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the two ranks between which a percentile of ``count`` values is,
     and its position between them.
     """
-    position = _position(xp, q, xp.astype(count, dtype))
+    position = _position(xp, percentile, xp.astype(count, dtype))
     floor = xp.floor(position)
     low = xp.astype(floor, xp.int32)
-    return low, xp.minimum(low + 1, count - 1), position - floor
+    high = xp.minimum(low + 1, count - 1)
+    return low, high, position - floor
 
 
-def _percentile_of(xp: Any, q: float, history: Array) -> Array:
-    """Return the percentile of each row, all of whose entries count."""
-    position = (history.shape[1] - 1) * (q / 100)
+def _percentile_of(xp: Namespace, percentile: float, history: Tensor) -> Tensor:
+    """Return the percentile of each row of a full window."""
+    window = history.shape[1]
+    position = (window - 1) * (percentile / 100)
     nearest = round(position)
-    if abs(position - nearest) <= _SAME_RANK * (1 + position):
+    if abs(position - nearest) <= _RANK_TOLERANCE * (1 + position):
         position = nearest
+
     low = math.floor(position)
-    in_order = xp.sort(history, axis=1)
-    lower = in_order[:, low, ...]
-    upper = in_order[:, min(low + 1, history.shape[1] - 1), ...]
+    high = min(low + 1, window - 1)
+    ascending = xp.sort(history, axis=1)
+    lower = ascending[:, low, ...]
+    upper = ascending[:, high, ...]
     return lower + (position - low) * (upper - lower)
 
 
-def _interpolate(context: Context, history: Array, known: Array, position: Array) -> Array:
-    """Return the norm of each row at a position between two ranks, given how many are known.
+def _interpolate(context: Context, history: Tensor, present: Tensor, position: Tensor) -> Tensor:
+    """Return the norm of each row at a position between two ranks, given how many are present.
 
     Each norm has a weight: 1 less the distance of its rank from the position, if that is above 0.
-    That is linear interpolation in half as many operations as to look for the two ranks.
+    That is linear interpolation in half as many operations as with the two ranks.
     """
-    xp, window = context.xp, history.shape[1]
+    xp = context.xp
     dtype = history.dtype
-    in_order = xp.sort(history, axis=1)
+    window = history.shape[1]
+    ascending = xp.sort(history, axis=1)
 
-    # Missing entries come first, and have negative ranks.
+    # Missing norms are -1, so they come first, and have negative ranks.
     numbers = xp.reshape(context.arange(window, dtype) - window, (1, window))
-    ranks = numbers + xp.reshape(known, (-1, 1))
+    ranks = numbers + xp.reshape(present, (-1, 1))
     distance = xp.abs(ranks - xp.reshape(position, (-1, 1)))
-    weights = align(xp, xp.clip(1 - distance, 0.0, None), in_order)
-    return xp.sum(xp.where(weights > 0, weights * in_order, 0.0), axis=1)
+    weights = align(xp, xp.clip(1 - distance, 0.0, None), ascending)
+
+    # A NaN among the norms must not enter with a weight of 0.
+    weighted = xp.where(weights > 0, weights * ascending, 0.0)
+    return xp.sum(weighted, axis=1)
 
 
-def _select_on_host(history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
+def _select_on_host(history: _Host, count: _Host, low: Tensor, high: Tensor) -> tuple[_Host, _Host]:
     """Return the norms of each row at two neighboring ranks, computed by NumPy."""
-    most = count.max(initial=1)
-    kept = history[:, :most]
-    if len(set(count.tolist())) == 1:  # partitioning at one rank is faster than sorting
-        parts = np.partition(kept, high[0], axis=1)
+    longest = count.max(initial=1)
+    recent = history[:, :longest]
+
+    # Partitioning at one rank is faster than sorting.
+    if len(set(count.tolist())) == 1:
+        parts = np.partition(recent, high[0], axis=1)
         return parts[:, : low[0] + 1].max(axis=1), parts[:, high[0]]
-    rows, none_yet, in_order = np.arange(len(count)), most - count, np.sort(kept, axis=1)
-    return in_order[rows, none_yet + low], in_order[rows, none_yet + high]
+
+    rows = np.arange(len(count))
+    missing = longest - count
+    ascending = np.sort(recent, axis=1)
+    return ascending[rows, missing + low], ascending[rows, missing + high]

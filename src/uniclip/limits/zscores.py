@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._errors import (
     below_one,
@@ -19,9 +19,9 @@ from uniclip._errors import (
     set_frozen_fields,
     whole,
 )
+from uniclip._types import Flags, Limits, Namespace, Norms, Tensor
 from uniclip.limits.base import (
     LARGEST,
-    Array,
     Context,
     StatefulLimit,
     align,
@@ -36,21 +36,21 @@ Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
 
 class Moments(NamedTuple):
-    """Mean and variance of each norm, and the number of steps of each row (in `LogZScore` of
-    each norm).
+    """Mean and variance of each norm, and the number of steps: one for each row,
+    in `LogZScore` one for each norm.
     """
 
-    means: Array
-    variances: Array
-    norm_count: Array
+    means: Tensor
+    variances: Tensor
+    norm_count: Tensor
 
 
 class NormsAndLosses(NamedTuple):
     """The last norms and losses, newest first along axis 1."""
 
-    norms: Array
+    norms: Tensor
     """-1 where there is none yet."""
-    losses: Array
+    losses: Tensor
     """One row for all norms.
 
     The largest float32 where there is none yet, since a loss may be negative.
@@ -98,7 +98,7 @@ class ZScore(StatefulLimit):
 
     @property
     def in_range(self) -> bool:  # type: ignore[override]
-        """Whether `LARGEST` bounds what is computed, but for factors that nobody takes."""
+        """Whether `LARGEST` keeps limits and thresholds in range: all but huge factors do."""
         return self.clip_factor == 1 and self.z * (1 + self.eps) < LARGEST
 
     def __post_init__(self) -> None:
@@ -108,54 +108,65 @@ class ZScore(StatefulLimit):
             self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike)
         )
         set_frozen_fields(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
-        set_frozen_fields(
-            self, warmup=whole("warmup", self.warmup, 2)
-        )  # 1 has no standard deviation
         set_frozen_fields(self, eps=nonnegative("eps", self.eps))
+
+        # One norm has no standard deviation.
+        set_frozen_fields(self, warmup=whole("warmup", self.warmup, 2))
+
         one_of("target", self.target, get_args(Target))
         if self.clip_factor != 1 and self.target != "reciprocal":
             msg = (
-                f"clip_factor is for target='reciprocal' only, got {self.clip_factor} and "
-                f"target={self.target!r}"
+                f"clip_factor multiplies target='reciprocal' only, got clip_factor="
+                f"{self.clip_factor} and target={self.target!r}; leave it out, or change the target"
             )
             raise ValueError(msg)
 
-    def init(self, norms: Array, context: Context) -> Moments:
+    def init(self, norms: Norms, context: Context) -> Moments:
         """Return the state before the first norm."""
         return Moments(norms * 0, norms * 0, zero_counts(context))
 
-    def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
+    def __call__(self, norms: Norms, state: Moments, context: Context) -> tuple[Limits, Moments]:
         """Compare with mean and deviation, then update them with the clipped norms."""
         # On an accelerator each operation is a kernel, so nothing is computed twice.
-        xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
-        count = count + 1
-        steps = xp.astype(align(xp, count, n), n.dtype)
-        known = steps > self.warmup
+        xp = context.xp
+        norms = squarable(xp, norms)
+        mean, variance, old_count = state
+        count = old_count + 1
+        steps = xp.astype(align(xp, count, norms), norms.dtype)
+        is_warm = steps > self.warmup
 
         spread = self.z * xp.sqrt(variance)
-        bound = spread + self.z * self.eps
-        threshold = xp.where(known, mean + bound, unlimited(xp, n))
+        margin = spread + self.z * self.eps
+        threshold = xp.where(is_warm, mean + margin, unlimited(xp, norms))
         context.threshold = threshold
-        spike = n > threshold
-        excess = n - mean
-        # Elsewhere the excess may be 0 or less.
-        share = bound / xp.where(spike, excess, 1.0) if self.target == "reciprocal" else 1.0
-        target, rise = self._target(xp, mean, spread * share, excess)
-        limits = xp.where(spike, target, unlimited(xp, n))
+        spike = norms > threshold
+        excess = norms - mean
 
-        # The weight of this step is 1 divided by the number of steps, up to that of the decay.
+        # The excess of other norms may be 0, or negative.
+        share: Tensor | float = 1.0
+        if self.target == "reciprocal":
+            share = margin / xp.where(spike, excess, 1.0)
+        target, rise = self._target(xp, mean, spread * share, excess)
+        limits = xp.where(spike, target, unlimited(xp, norms))
+
+        # In the warm-up all norms have the same weight, 1 / steps; then this one has 1 - decay.
         change = xp.where(spike, rise, excess)
-        number = xp.where(known, 1 / (1 - self.decay), steps)
-        move = change / number
+        divisor = xp.where(is_warm, 1 / (1 - self.decay), steps)
+        move = change / divisor
+        new_mean = mean + move
+
         # The published rule uses the deviation from the new mean, `change - move`. In the warm-up
         # this is the plain variance.
-        variances = variance + move * xp.where(known, change - move, change)
-        means, variances = mean + move, variances - variances / number
+        total = variance + move * xp.where(is_warm, change - move, change)
+        new_variance = total - total / divisor
         if self.skip_update_on_spike:
-            means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
-        return limits, Moments(means, variances, count)
+            new_mean = xp.where(spike, mean, new_mean)
+            new_variance = xp.where(spike, variance, new_variance)
+        return limits, Moments(new_mean, new_variance, count)
 
-    def _target(self, xp: Any, mean: Array, rise: Array, excess: Array) -> tuple[Array, Array]:
+    def _target(
+        self, xp: Namespace, mean: Tensor, rise: Tensor, excess: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
         """Return the target of spikes, and how far above the mean the clipped norm is."""
         if self.target == "mean":
             return mean, 0.0
@@ -202,29 +213,35 @@ class LogZScore(StatefulLimit):
         set_frozen_fields(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
         set_frozen_fields(self, eps=nonnegative("eps", self.eps))
 
-    def init(self, norms: Array, context: Context) -> Moments:
+    def init(self, norms: Norms, context: Context) -> Moments:
         """Return the state before the first norm."""
         return Moments(norms * 0, norms * 0, context.xp.astype(norms, context.xp.int32))
 
-    def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
+    def __call__(self, norms: Norms, state: Moments, context: Context) -> tuple[Limits, Moments]:
         """Update mean and variance of the logarithms, then compare."""
-        xp, (mean, variance, count) = context.xp, state
+        xp = context.xp
+        mean, variance, count = state
+
+        # A norm of 0 has no logarithm; its weight is 0, so that it changes no average.
         positive = norms > 0
         log = xp.log(xp.where(positive, norms, 1.0))
-        counted = count + xp.astype(positive, count.dtype)
+        new_count = count + xp.astype(positive, count.dtype)
 
-        # A norm of 0 has the weight 0, and changes nothing.
-        equal = 1 / xp.astype(count + 1, norms.dtype)
-        weight = xp.where(positive, xp.clip(equal, 1 - self.decay, None), 0.0)
-        change = log - mean
-        move = weight * change
-        mean, variance = mean + move, (1 - weight) * (variance + move * change)
+        # The first norms are weighted equally.
+        equal_weight = 1 / xp.astype(count + 1, norms.dtype)
+        weight = xp.clip(equal_weight, 1 - self.decay, None)
+        weight = xp.where(positive, weight, 0.0)
+        deviation = log - mean
+        move = weight * deviation
+        mean = mean + move
+        variance = (1 - weight) * (variance + move * deviation)
 
-        far = self.z * xp.sqrt(xp.clip(variance, self.eps, None))
-        spike = positive & (log - mean > far)
-        context.threshold = _above(xp, mean + far, norms)
+        # The root has no derivative at 0.
+        margin = self.z * xp.sqrt(xp.clip(variance, self.eps, None))
+        spike = positive & (log - mean > margin)
+        context.threshold = _exp(xp, mean + margin, norms)
         limits = xp.where(spike, xp.exp(mean), unlimited(xp, norms))
-        return limits, Moments(mean, variance, counted)
+        return limits, Moments(mean, variance, new_count)
 
 
 @dataclass(frozen=True, repr=False)
@@ -262,73 +279,80 @@ class RollingZScore(StatefulLimit):
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
 
     def __post_init__(self) -> None:
-        """Refuse windows in which no norm can be a spike."""
+        """Validate the parameters; in a window shorter than the warm-up no norm is a spike."""
         set_frozen_fields(self, z=nonnegative("z", self.z), window=whole("window", self.window, 2))
         set_frozen_fields(self, warmup=whole("warmup", self.warmup, 2))
         check_range("warmup", self.warmup, 2, self.window)
 
-    def init(self, norms: Array, context: Context) -> NormsAndLosses:
-        """Begin with empty windows."""
+    def init(self, norms: Norms, context: Context) -> NormsAndLosses:
+        """Return the state before the first norm: empty windows."""
         xp = context.xp
         losses = xp.zeros((1, self.window), dtype=xp.float32)
         losses = context.asarray(losses + unlimited(xp, losses), xp.float32)
         return NormsAndLosses(zeros(context, self.window) - 1, losses)
 
     def __call__(
-        self, norms: Array, state: NormsAndLosses, context: Context
-    ) -> tuple[Array, NormsAndLosses]:
+        self, norms: Norms, state: NormsAndLosses, context: Context
+    ) -> tuple[Limits, NormsAndLosses]:
         """Compare with the windows, then add to them."""
-        xp, losses, loss = context.xp, state.losses, context.loss
-        known = state.norms >= 0
+        xp = context.xp
+        loss = context.loss
+        losses = state.losses
+        present = state.norms >= 0
         if loss is None:
-            context.threshold = self._threshold(xp, state.norms, known)
+            context.threshold = self._threshold(xp, state.norms, present)
             return context.threshold, NormsAndLosses(push(xp, state.norms, norms), losses)
 
         loss = xp.reshape(loss, (1,))
-        top = unlimited(xp, loss)
-        known_losses = losses < top
+        largest = unlimited(xp, loss)
+        losses_present = losses < largest
         if len(norms.shape) == 1 and norms.dtype == losses.dtype:
             # One row more: on an accelerator that starts half as many kernels.
-            rows = self._threshold(
-                xp,
-                xp.concat([state.norms, losses], axis=0),
-                xp.concat([known, known_losses], axis=0),
-            )
-            thresholds, bound = rows[:-1], rows[-1:]
+            histories = xp.concat([state.norms, losses], axis=0)
+            both_present = xp.concat([present, losses_present], axis=0)
+            rows = self._threshold(xp, histories, both_present)
+            thresholds = rows[:-1]
+            bound = rows[-1:]
         else:
-            thresholds = self._threshold(xp, state.norms, known)
-            bound = self._threshold(xp, losses, known_losses)
+            thresholds = self._threshold(xp, state.norms, present)
+            bound = self._threshold(xp, losses, losses_present)
         context.threshold = thresholds
 
-        calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, during the warm-up
-        limits = xp.where(calm, thresholds, 0.0)
-        losses = xp.where(xp.isfinite(loss), push(xp, losses, loss), losses)
-        return limits, NormsAndLosses(push(xp, state.norms, norms), losses)
+        # During the warm-up NaN and ∞ are no spikes, either; they are not kept.
+        is_calm = (loss <= bound) | (bound >= largest)
+        limits = xp.where(is_calm, thresholds, 0.0)
+        new_losses = xp.where(xp.isfinite(loss), push(xp, losses, loss), losses)
+        return limits, NormsAndLosses(push(xp, state.norms, norms), new_losses)
 
-    def _threshold(self, xp: Any, history: Array, known: Array) -> Array:
-        """Return for each row the mean plus ``z`` deviations of the entries that are known."""
-        count = xp.sum(xp.astype(known, history.dtype), axis=1, keepdims=True)
-        enough = count >= self.warmup
+    def _threshold(self, xp: Namespace, history: Tensor, present: Flags) -> Limits:
+        """Return for each row the mean plus ``z`` standard deviations of what is present."""
+        count = xp.sum(xp.astype(present, history.dtype), axis=1, keepdims=True)
+        is_enough = count >= self.warmup
         count = xp.clip(count, 2.0, None)
 
-        # In units of the largest one, so that squares stay in range. No derivative is taken here.
-        values = xp.where(known, history, 0.0)
+        # In units of the largest one, so that squares stay in range. `unit_of` guards derivatives,
+        # too, but none is taken here.
+        values = xp.where(present, history, 0.0)
         numbers = xp.finfo(history.dtype)
         largest = xp.max(xp.abs(values), axis=1, keepdims=True)
         unit = xp.clip(largest, float(numbers.smallest_normal), float(numbers.max) / 4)
         values = values / unit
+
         total = xp.sum(values, axis=1, keepdims=True)
         mean = total / count
-        change = xp.where(known, values - mean, 0.0)
-        variance = xp.sum(change * change, axis=1, keepdims=True) / (count - 1)
+        deviation = xp.where(present, values - mean, 0.0)
+        variance = xp.sum(deviation * deviation, axis=1, keepdims=True) / (count - 1)
 
-        # What the mean may be off by rounding, or equal norms would be spikes.
+        # The rounding error of the mean is added, or equal norms would be spikes.
         rounding = float(numbers.eps) * xp.abs(total)
-        above = mean + self.z * xp.sqrt(variance) + rounding
-        return xp.where(enough, unit * above, unlimited(xp, mean))[:, 0, ...]
+        thresholds = unit * (mean + self.z * xp.sqrt(variance) + rounding)
+        return xp.where(is_enough, thresholds, unlimited(xp, mean))[:, 0, ...]
 
 
-def _above(xp: Any, log: Array, norms: Array) -> Array:
-    """Return exp(log), the largest number of the norms' dtype where that overflows or is NaN."""
-    known = log < math.log(unlimited(xp, norms))
-    return xp.where(known, xp.exp(xp.where(known, log, 0.0)), unlimited(xp, norms))
+def _exp(xp: Namespace, log: Tensor, norms: Norms) -> Tensor:
+    """Return the exponential, and the largest number of the norms' dtype where that overflows
+    or is NaN.
+    """
+    fits = log < math.log(unlimited(xp, norms))
+    exponential = xp.exp(xp.where(fits, log, 0.0))
+    return xp.where(fits, exponential, unlimited(xp, norms))

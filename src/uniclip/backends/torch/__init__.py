@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import attrgetter
@@ -15,6 +15,7 @@ import torch
 from array_api_compat import torch as compat
 from torch.autograd.graph import increment_version
 
+from uniclip._types import Device, Tree
 from uniclip.backends.arrays import Address
 from uniclip.backends.base import (
     HOST,
@@ -28,6 +29,7 @@ from uniclip.backends.base import (
     Products,
     Storage,
     Terms,
+    View,
     WrappedLeaf,
     enter_both,
     in_groups,
@@ -49,25 +51,28 @@ from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.fast_path import (
-    are_apart,
+    are_separate_blocks,
     bound,
     fast_path,
-    in_order,
+    in_memory_order,
     move,
     norm_of,
 )
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import (
-    at_home,
+    default_device_of,
     in_forward_mode,
     in_transform,
     is_recorded,
-    one_for_all,
+    same_for_all_examples,
     tracing,
     valueless,
 )
 
 Array: TypeAlias = torch.Tensor
+_Factors: TypeAlias = Sequence[float | View | torch.Tensor]
+"""A factor for each array: all numbers or NumPy's arrays, or all tensors."""
+_Bound: TypeAlias = float | torch.Tensor | None
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -75,10 +80,10 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-_NARROW = {
+_LARGEST = {
     dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)
 }
-"""The largest numbers of the dtypes that cannot hold all Python numbers."""
+"""The largest numbers of the dtypes whose range is smaller than that of Python's numbers."""
 
 
 def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -88,39 +93,51 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)
+
+    # torch.compile would treat the number as a constant.
     if torch.compiler.is_compiling() and isinstance(value, (float, torch.SymFloat)):
-        # else torch.compile treats the number as a constant
         return torch.ones((), dtype=dtype) * value
-    if isinstance(value, float) and dtype in _NARROW and abs(value) > _NARROW[dtype]:
-        # ∞, as elsewhere, instead of an error
+
+    # A number beyond the dtype's range becomes ∞, as elsewhere, instead of an error.
+    if isinstance(value, float) and dtype in _LARGEST and abs(value) > _LARGEST[dtype]:
         return torch.full((), value, dtype=torch.float64).to(dtype)
+
+    # torch.export cannot save constants inside torch.cond, so numbers fill.
     if isinstance(value, float) and dtype in REAL and not torch.compiler.is_compiling():
         return torch.scalar_tensor(value, dtype=dtype)
     if isinstance(value, (bool, int, float, torch.SymInt)):
-        # torch.export cannot save constants inside torch.cond
         return torch.full((), value, dtype=dtype)
-    return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
+
+    if hasattr(value, "__array__"):
+        value = np.array(value)
+    return compat.asarray(value, dtype=dtype)
 
 
 def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
-    """Check in two operations, where PyTorch takes four."""
+    """Return which elements are finite, by two operations; PyTorch's function takes four."""
     return x - x == 0
 
 
-def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
-    """Clip, with derivative 1 on the bounds too:
-    what that of ``clamp`` is there depends on PyTorch's version.
+def _clip(x: torch.Tensor, /, min: _Bound = None, max: _Bound = None) -> torch.Tensor:
+    """Clip, with derivative 1 at the bounds, too.
+
+    The derivative of ``clamp`` there depends on PyTorch's version.
     """
-    if x.is_floating_point() and (
+    is_float = x.is_floating_point()
+    if is_float and (
         tracing() or any([is_recorded(value) for value in (x, min, max) if hasattr(value, "dtype")])
     ):
-        for bound, holds in ((min, torch.ge), (max, torch.le)):
-            x = x if bound is None else torch.where(holds(x, bound) | x.isnan(), x, bound)
+        for bound, is_within in ((min, torch.ge), (max, torch.le)):
+            if bound is not None:
+                x = torch.where(is_within(x, bound) | x.isnan(), x, bound)
         return x
-    # One operation where bounds are numbers; array-api-compat, which also takes arrays, does more.
-    numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
-    whole = not x.is_floating_point() and any([isinstance(bound, float) for bound in (min, max)])
-    return torch.clamp(x, min, max) if numbers and not whole else compat.clip(x, min, max)
+
+    # `clamp` is one operation for numbers; array-api-compat, which also takes arrays, needs more.
+    are_numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
+    changes_dtype = not is_float and any([isinstance(bound, float) for bound in (min, max)])
+    if are_numbers and not changes_dtype:
+        return torch.clamp(x, min, max)
+    return compat.clip(x, min, max)
 
 
 namespace = SimpleNamespace(
@@ -137,28 +154,31 @@ namespace = SimpleNamespace(
 )
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
-FOREIGN = {torch.bfloat16, torch.complex32}
+NOT_IN_NUMPY = {torch.bfloat16, torch.complex32}
 """The dtypes that NumPy does not have."""
 REAL = {torch.float32, torch.float64}
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_REGULAR = {torch.Tensor, torch.nn.Parameter}
 _HALVES = {torch.float16, torch.bfloat16}
 _CPU = torch.device("cpu")
-_NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
-_VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+_HOST_DTYPES = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes of values computed from norms."""
 
 
-def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
+def _operands(arrays: list[torch.Tensor], factors: _Factors) -> Any:
     """Return numbers, or arrays, as ``torch._foreach_mul`` takes them: one if all are the same."""
     first = factors[0]
     if isinstance(first, torch.Tensor):
         return list(factors)
+
     is_same = factors.count(first) == len(factors)
     dtypes = {array.dtype for array in arrays}
-    if not _HALVES.isdisjoint(dtypes):  # for which numbers are narrowed first
+    if not _HALVES.isdisjoint(dtypes):
+        # PyTorch would round a number to half precision before the product.
         dtypes = {torch.float64}
     elif not (len(dtypes) == 1 and dtypes <= REAL and all([array.is_cpu for array in arrays])):
         return first if is_same else list(factors)
+
     # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
     dtype = dtypes.pop()
     if is_same:
@@ -175,161 +195,177 @@ _BITS = {
 """Integers of the same size."""
 
 
-def _alike(arrays: Sequence[torch.Tensor]) -> list[list[int]]:
+def _by_layout(arrays: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the numbers of arrays that PyTorch's functions of lists take in one launch.
 
     One array of another device or dtype, or with gaps, would cost a launch for each of a list.
     """
-    numbers: dict[Any, list[int]] = {}
+    numbers: dict[Hashable, list[int]] = {}
     for number, array in enumerate(arrays):
-        dense = array.is_contiguous() or in_order(array).is_contiguous()
-        numbers.setdefault((array.device, array.dtype, dense), []).append(number)
+        is_dense = array.is_contiguous() or in_memory_order(array).is_contiguous()
+        numbers.setdefault((array.device, array.dtype, is_dense), []).append(number)
     return list(numbers.values())
 
 
 def _multiply_groups(
     arrays: list[torch.Tensor], factors: Sequence[torch.Tensor], *, in_place: bool, zero: bool
 ) -> list[torch.Tensor] | None:
-    """Return products by 0-d factors, or by those of each entry, in few launches.
+    """Return products by 0-d factors, or by factors of each element, in few launches.
 
     If ``zero``, the product by 0 is 0 also for NaN. ``None`` for dtypes without bits to multiply.
     """
     if zero and not all([array.dtype in _BITS for array in arrays]):
         return None
+
     products = list(arrays)
-    for numbers in _alike(arrays):
+    for numbers in _by_layout(arrays):
         group = [arrays[number] for number in numbers]
-        of_group = [factors[number] for number in numbers]
-        by: Any = of_group
-        if same(of_group):
-            by = _factor_for(group[0], of_group[0])
-        change = in_place
+        factor: Any = [factors[number] for number in numbers]
+        if same(factor):
+            factor = _factor_for(group[0], factor[0])
+
+        writes = in_place
         if zero:
-            group = _without_faults(group, by, in_place=in_place)
-            change = True  # what was made here
-        if change:
-            torch._foreach_mul_(group, by)
+            group = _zero_by_factor(group, factor, in_place=in_place)
+            writes = True
+        if writes:
+            torch._foreach_mul_(group, factor)
         else:
-            group = list(torch._foreach_mul(group, by))
+            group = list(torch._foreach_mul(group, factor))
+
+        # 0-d products get the dtype of a wider factor.
         for number, product in zip(numbers, group, strict=True):
-            # 0-d products get the dtype of a wider factor.
             dtype = arrays[number].dtype
             products[number] = product if product.dtype is dtype else product.to(dtype)
     return products
 
 
 def _factor_for(array: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return a factor on the device of an array, and in its dtype where nothing is lost.
+    """Return a factor on the device of an array, and in its dtype if that is wider.
 
     A 0-d factor of another dtype takes a launch for each array.
     """
-    wider = torch.promote_types(array.dtype, factor.dtype) is array.dtype
-    return factor.to(array.device, array.dtype if wider else factor.dtype, non_blocking=True)
+    dtype = factor.dtype
+    if torch.promote_types(array.dtype, dtype) is array.dtype:
+        dtype = array.dtype
+    return factor.to(array.device, dtype, non_blocking=True)
 
 
-def _without_faults(arrays: list[torch.Tensor], by: Any, *, in_place: bool) -> list[torch.Tensor]:
-    """Return arrays of one dtype with 0 for all entries, whatever they are, where the factor is 0.
+def _zero_by_factor(
+    arrays: list[torch.Tensor], factor: torch.Tensor | list[torch.Tensor], *, in_place: bool
+) -> list[torch.Tensor]:
+    """Return arrays of one dtype with 0 for all elements, NaN included, where the factor is 0.
 
-    Their bits are multiplied by 0 or 1, as integers.
+    Their bits are multiplied by 0 or 1, as integers. The arrays may be written afterwards.
     """
-    dtype = _BITS[arrays[0].dtype]
-    bits = [array.view(dtype) for array in arrays]
-    if isinstance(by, torch.Tensor):
-        flags: Any = (by != 0).to(dtype)
+    integer = _BITS[arrays[0].dtype]
+    bits = [array.view(integer) for array in arrays]
+    flags: Any
+    if isinstance(factor, torch.Tensor):
+        flags = (factor != 0).to(integer)
     else:
-        flags = [(factor != 0).to(dtype) for factor in by]
+        flags = [(single != 0).to(integer) for single in factor]
+
     if in_place:
         torch._foreach_mul_(bits, flags)
         return arrays
     return [new.view(arrays[0].dtype) for new in torch._foreach_mul(bits, flags)]
 
 
-def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a NumPy array of the same memory, detached;
-    of the values where that is negated or conjugated.
-    """
+def host_view(array: torch.Tensor) -> View:
+    """Return a NumPy array of the same memory, detached; a copy if it is negated or conjugated."""
     return array.numpy(force=True)
 
 
-def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
-    """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
-    norm = norm_of(arrays) if len(lengths) == 1 else None  # the same bits as in the lane
+def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | None:
+    """Return the sums of squares in a NumPy array, from memory that the CPU can read.
+
+    ``None`` if NumPy does not have a dtype, or a sum is out of range.
+    """
+    # The fast path computes the same bits.
+    norm = norm_of(arrays) if len(lengths) == 1 else None
     if norm is not None:
         return np.array([norm * norm])
-    leaf_info = {array.dtype for array in arrays}
+
+    dtypes = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
-    if (
-        len(leaf_info) == 1
-        and not leaf_info.isdisjoint(REAL)
-        and worth_concatenating(sizes, lengths)
-    ):
+    if len(dtypes) == 1 and dtypes <= REAL and worth_concatenating(sizes, lengths):
         flat = torch._utils._flatten_dense_tensors(arrays)
         return concatenated_squares(flat.numpy(force=True), sizes, lengths)
-    if not leaf_info <= SINGLE or call_bound(arrays, sum(sizes)):
-        return (
-            sum_of_squares(list(map(view_of, arrays)), lengths)
-            if leaf_info.isdisjoint(FOREIGN)
-            else None
-        )
+
+    if not dtypes <= SINGLE or call_bound(arrays, sum(sizes)):
+        if not dtypes.isdisjoint(NOT_IN_NUMPY):
+            return None
+        return sum_of_squares(list(map(host_view, arrays)), lengths)
+
     norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
-    return None if None in norms else np.square(norms)
+    if None in norms:
+        return None
+    return np.square(norms)
 
 
-def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
+def sums_on_host(backend: _Torch, terms: Terms) -> list[View]:
     """Return the rows of all norms in NumPy arrays, from memory that the CPU can read."""
-    rows = squares_here(terms.arrays, terms.counts) if terms.whole else None
+    rows = squares_on_host(terms.arrays, terms.counts) if terms.whole else None
     if rows is not None:
         return terms.in_blocks(rows)
-    arrays, units = terms.arrays, terms.units
-    plain = [
-        n
-        for n, a in enumerate(arrays)
-        if a.dtype not in FOREIGN and (terms.p == 2 or a.numel() <= PIECE)
+
+    # NumPy's calls take less time than PyTorch's, but for other powers of long arrays.
+    arrays = terms.arrays
+    axes = terms.axes
+    units = terms.units
+    in_numpy = [
+        number
+        for number, array in enumerate(arrays)
+        if array.dtype not in NOT_IN_NUMPY and (terms.p == 2 or array.numel() <= PIECE)
     ]
-    axes, by = (given and [given[n] for n in plain] for given in (terms.axes, units))
-    sums_of_plain = sums_of_arrays(
-        terms._replace(arrays=[view_of(arrays[n]) for n in plain], axes=axes, units=by)
+    terms_in_numpy = terms._replace(
+        arrays=[host_view(arrays[number]) for number in in_numpy],
+        axes=axes and [axes[number] for number in in_numpy],
+        units=units and [units[number] for number in in_numpy],
     )
-    sums = dict(zip(plain, sums_of_plain, strict=True))
+    sums = dict(zip(in_numpy, sums_of_arrays(terms_in_numpy), strict=True))
+
+    tensor_terms = terms._replace(units=units and list(map(torch.as_tensor, units)))
     with torch.no_grad():
-        each = enumerate(
-            terms._replace(units=units and list(map(torch.as_tensor, units))).by_array()
-        )
-        every = [sums[n] if n in sums else view_of(power_sum(backend, *term)) for n, term in each]
-    return stack_terms(DEFAULT, every, terms)
+        for number, term in enumerate(tensor_terms.by_array()):
+            if number not in sums:
+                sums[number] = host_view(power_sum(backend, *term))
+    return stack_terms(DEFAULT, [sums[number] for number in range(len(arrays))], terms)
 
 
-def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+def squares_on_device(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     """Return the sums of squares on an accelerator in float64,
     so that nothing overflows and needs a second pass.
     """
     home = arrays[0].device
     norms: list[Any] = [None] * len(arrays)
-    for numbers in _alike(arrays):
+    for numbers in _by_layout(arrays):
         group = [arrays[number] for number in numbers]
         device = group[0].device
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
-        found = torch._foreach_norm(group, 2, dtype=dtype)
+        # MPS has no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        group_norms = torch._foreach_norm(group, 2, dtype=dtype)
         if device != home:
-            found = torch.stack(found).to(home, non_blocking=True).unbind()
-        for number, norm in zip(numbers, found, strict=True):
+            group_norms = torch.stack(group_norms).to(home, non_blocking=True).unbind()
+        for number, norm in zip(numbers, group_norms, strict=True):
             norms[number] = norm
+
+    stacked = torch.stack(norms)
     if len(lengths) == 1:
-        norms = torch.stack(norms)
-        return torch.dot(norms, norms).unsqueeze(0)
-    total = torch.stack(norms).square()
+        return torch.dot(stacked, stacked).unsqueeze(0)
+    rows = stacked.square()
     if len(lengths) == len(arrays):
-        return total
-    return torch.stack(
-        [torch.stack(list(group)).sum() for group in in_groups(list(total.unbind()), lengths)]
-    )
+        return rows
+    groups = in_groups(list(rows.unbind()), lengths)
+    return torch.stack([torch.stack(list(group)).sum() for group in groups])
 
 
-def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
+def squares_along_on_device(arrays: list[torch.Tensor], axes: list[Axes]) -> list[torch.Tensor]:
     """Return the sums of squares along axes on an accelerator, in float64."""
     norms = [
-        torch.linalg.vector_norm(a, dim=along, dtype=torch.float64)
-        for a, along in zip(arrays, axes, strict=True)
+        torch.linalg.vector_norm(array, dim=along, dtype=torch.float64)
+        for array, along in zip(arrays, axes, strict=True)
     ]
     if len({norm.shape for norm in norms}) > 1:
         return torch._foreach_mul(norms, norms)
@@ -337,25 +373,27 @@ def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list
 
 
 FLOATS = {*SINGLE, torch.float64, torch.complex64, torch.complex128}
-"""The dtypes in which PyTorch computes."""
+"""The dtypes that PyTorch computes with."""
 STORAGE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-"""Storage formats, with which PyTorch does not compute: they are converted to float32."""
+"""Storage formats, which PyTorch does not compute with: they are converted to float32."""
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES = {*FLOATS, *STORAGE, *_INTEGERS, torch.complex32}
 
 
-def _without_warning(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that makes a sparse tensor of known indices,
-    so that it does not warn that nobody checks them.
+def _without_warning(make: Callable[..., Array]) -> Callable[..., Array]:
+    """Wrap a function that makes a sparse tensor of valid indices,
+    so that it does not warn that they are not checked.
     """
+    # PyTorch 2.11 and 2.12 warn even if ``check_invariants=False`` is passed.
+    warns = torch.__version__ >= (2, 11) and torch.__version__ < (2, 13)
+    if not warns:
+        return make
 
-    def made(*args: Any, **options: Any) -> Any:
+    def make_silently(*args: Any, **options: Any) -> Array:
         with torch.sparse.check_sparse_tensor_invariants(enable=False):
             return make(*args, **options)
 
-    # PyTorch 2.11 and 2.12 warn even where ``check_invariants=False`` asks for it.
-    warns = torch.__version__ >= (2, 11) and torch.__version__ < (2, 13)
-    return made if warns else make
+    return make_silently
 
 
 _make_coo = _without_warning(torch.sparse_coo_tensor)
@@ -372,14 +410,14 @@ _COMPRESSED = {
     ),
 }
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
-_UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+_UNSUPPORTED: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (
         lambda x: isinstance(x, torch.nn.parameter.UninitializedTensorMixin),
         "it has no shape yet; run the model once",
     ),
     (
         lambda x: isinstance(x, torch.masked.MaskedTensor),
-        "what masked entries count is not known; use to_tensor(0.0)",
+        "its masked elements have no defined norm; use to_tensor(0.0)",
     ),
     (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
     (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
@@ -391,55 +429,64 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
     (
         lambda x: x.dtype not in _DTYPES,
-        "PyTorch does not calculate with {0.dtype}; use to(torch.float32)",
+        "PyTorch does not compute with {0.dtype}; use to(torch.float32)",
     ),
 ]
-"""Kinds of tensors that cannot be clipped, why, and what to convert them to."""
+"""Conditions of tensors that cannot be clipped, the reason, and a function that converts them."""
 
 
-def _replace_entries(leaf: Any, new: Any) -> None:
-    """Give a COO tensor other entries, in memory of its own."""
+def _replace_elements(leaf: Array, new: Array) -> None:
+    """Give a COO tensor the elements of another one."""
     leaf.data = new
     increment_version(leaf)
 
 
 def _copy_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """Return the operand, copied if it is another view of the array to change."""
-    if torch.compiler.is_compiling():  # it reads before it writes
+    # Compiled code reads before it writes.
+    if torch.compiler.is_compiling():
         return operand
+
     # The memory of subclasses and of traced tensors is unknown.
-    unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
-    same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
-    return operand.clone() if same else operand
+    if type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing():
+        return operand.clone()
+    is_shared = operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    return operand.clone() if is_shared else operand
 
 
-def _why_fixed(leaf: Any) -> str | None:
+def _read_only_reason(leaf: Array) -> str | None:
     """Return why a tensor's values cannot be written, ``None`` if they can."""
     if leaf.requires_grad and leaf.is_leaf:
         return (
             "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the "
             "weights)"
         )
-    if torch.compiler.is_compiling():  # which knows neither of the following
+
+    # The compiler can evaluate neither of the following.
+    if torch.compiler.is_compiling():
         return None
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
         return "a tensor made in inference mode can be changed only there"
-    if in_transform() and one_for_all(leaf):
+    if in_transform() and same_for_all_examples(leaf):
         return "torch.func.vmap maps over many examples, and it is one for all of them"
     return None
 
 
-def _view(leaf: Any) -> Any:
-    """Return a NumPy array of a tensor's memory, ``None`` if it is unknown."""
+def _memory_of(leaf: Array) -> View | None:
+    """Return a NumPy array at a tensor's address, ``None`` if that is unknown."""
     if is_dtensor(leaf):
         leaf = leaf.to_local()
     if type(leaf) is not torch.Tensor or tracing() or valueless(leaf):
         return None
-    values = torch.Tensor._values if leaf.layout is torch.sparse_coo else torch.Tensor.values
-    memory = leaf if leaf.layout is torch.strided else values(leaf)
-    size = memory.element_size()
-    strides = [size * stride for stride in memory.stride()]
-    return np.asarray(Address(memory.data_ptr(), memory.shape, strides, size))
+
+    values = leaf
+    if leaf.layout is torch.sparse_coo:
+        values = leaf._values()
+    elif leaf.layout is not torch.strided:
+        values = leaf.values()
+    size = values.element_size()
+    strides = [size * stride for stride in values.stride()]
+    return np.asarray(Address(values.data_ptr(), values.shape, strides, size))
 
 
 class _Torch(dtensor.Distributed):
@@ -449,51 +496,50 @@ class _Torch(dtensor.Distributed):
     fast_path_reads = staticmethod(attrgetter("is_cpu"))  # type: ignore[assignment]
     bound = staticmethod(bound)
 
-    def signature(self, leaves: list[Any]) -> Any:
+    def signature(self, leaves: list[Any]) -> tuple[Hashable, ...] | None:
+        # The compiler would compile again for each signature in a cache.
         if torch.compiler.is_dynamo_compiling():
-            return None  # which would compile again for each entry of a cache
-        return tuple(
-            [
-                (
+            return None
+
+        # Formats are assigned, not appended: this runs for each leaf at each step.
+        formats: list[Hashable] = [None] * len(leaves)
+        for number, leaf in enumerate(leaves):
+            if type(leaf) is torch.Tensor:
+                formats[number] = (
                     leaf.dtype,
                     leaf.is_cpu or leaf.device,
                     leaf.layout,
                     leaf.requires_grad,
                     leaf.is_nested,
                 )
-                if type(leaf) is torch.Tensor
-                else None
-                if leaf is None
-                else _kind_of_other(leaf)
-                for leaf in leaves
-            ]
-        )
+            elif leaf is not None:
+                formats[number] = _format_of_other(leaf)
+        return tuple(formats)
 
     def array_facts(self, arrays: list[Array]) -> ArrayFacts:
-        reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
-        double = all([array.device.type != "mps" for array in arrays])  # which has no float64
         return ArrayFacts(
-            any(map(valueless, arrays)),
-            reads,
-            any([array.requires_grad for array in arrays]),
-            double,
+            traced=any(map(valueless, arrays)),
+            reads=all([type(array) in _REGULAR and array.is_cpu for array in arrays]),
+            records=any([array.requires_grad for array in arrays]),
+            # MPS has no float64.
+            double=all([array.device.type != "mps" for array in arrays]),
         )
 
-    def mode(self, leaf_info: LeafInfo, beside: Any = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, beside: Tree = ()) -> int:
         if leaf_info.traced or tracing():
             return TRACED
         if (leaf_info.records and torch.is_grad_enabled()) or in_forward_mode():
             return RECORDED
         return HOST if leaf_info.reads else LIBRARY
 
-    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
-        if tracing() or type(array) is not torch.Tensor or array.dtype not in _VIEWED:
+    def as_numpy(self, array: Array) -> View | None:
+        if tracing() or type(array) is not torch.Tensor or array.dtype not in _HOST_DTYPES:
             return None
         if not array.is_cpu or is_recorded(array):
             return None
-        return view_of(array)
+        return host_view(array)
 
-    def device(self, array: Array) -> Any:
+    def device(self, array: Array | None) -> torch.device:
         return _CPU if array is None else array.device
 
     def captured(self, array: Array) -> bool:
@@ -501,18 +547,18 @@ class _Torch(dtensor.Distributed):
             return False
         return bool(torch.cuda.is_current_stream_capturing())
 
-    def arange(self, count: int, dtype: Any, like: Array) -> Array:
+    def arange(self, count: int, dtype: torch.dtype, like: Array) -> Array:
         if tracing() or is_dtensor(like):
             return super().arange(count, dtype, like)
-        # Made there: an array that is sent cannot be a part of a CUDA graph.
+        # A copy from the host could not be a part of a CUDA graph.
         return torch.arange(count, dtype=dtype, device=like.device)
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        # A copy, as some arrays cannot be written.
-        here = torch.as_tensor(np.array(array), device=_CPU)
-        return here if device == _CPU else move(here, device)
+    def from_host(self, array: View, device: Device) -> Array:
+        # A copy, since some of NumPy's arrays are read-only.
+        on_host = torch.as_tensor(np.array(array), device=_CPU)
+        return on_host if device == _CPU else move(on_host, device)
 
-    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+    def constant(self, array: View, device: Device) -> Array:
         if device == _CPU:
             return self.from_host(array, device)
         return constant(array, device)
@@ -521,24 +567,28 @@ class _Torch(dtensor.Distributed):
         # A CUDA graph overwrites the outputs of its last run.
         return [array.detach().clone() for array in arrays]
 
-    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
-        values: list[Any] = [None] * len(arrays)
+    def to_host(self, arrays: list[Array]) -> list[View]:
+        views: list[Any] = [None] * len(arrays)
         for numbers in _by_device(arrays):
             flat = torch.cat([arrays[number].detach().reshape(-1) for number in numbers]).cpu()
-            flat = flat if flat.dtype is not torch.bfloat16 else flat.float()
-            if type(flat) is not torch.Tensor:  # one that wraps others gives single values only
-                flat = torch.tensor([entry.item() for entry in flat.unbind()], dtype=flat.dtype)
+            # NumPy has no bfloat16.
+            if flat.dtype is torch.bfloat16:
+                flat = flat.float()
+            # A tensor that wraps another one gives only single values.
+            if type(flat) is not torch.Tensor:
+                flat = torch.tensor([value.item() for value in flat.unbind()], dtype=flat.dtype)
+
             ends = np.cumsum([arrays[number].numel() for number in numbers])[:-1]
             for number, piece in zip(numbers, np.split(flat.numpy(), ends), strict=True):
-                values[number] = piece.reshape(arrays[number].shape)
-        return values
+                views[number] = piece.reshape(arrays[number].shape)
+        return views
 
-    def sums(self, mode: int, terms: Terms) -> list[Array]:
+    def sums(self, mode: int, terms: Terms) -> list[Any]:
         if mode == HOST:
-            return sums_here(self, terms)
+            return sums_on_host(self, terms)
         arrays = terms.arrays
-        squares = mode == LIBRARY and terms.p == 2 and terms.units is None
-        if not squares or any([array.is_complex() for array in arrays]):
+        are_squares = mode == LIBRARY and terms.p == 2 and terms.units is None
+        if not are_squares or any([array.is_complex() for array in arrays]):
             return super().sums(mode, terms)
 
         kernels = kernels_on(arrays[0].device)
@@ -546,106 +596,118 @@ class _Torch(dtensor.Distributed):
         if rows is not None:
             return rows
         if terms.whole:
-            return terms.in_blocks(squares_elsewhere(arrays, terms.counts))
+            return terms.in_blocks(squares_on_device(arrays, terms.counts))
         if terms.axes and all(terms.axes) and self.array_facts(arrays).double:
-            return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
+            return stack_terms(self, squares_along_on_device(arrays, list(terms.axes)), terms)
         return super().sums(mode, terms)
 
-    def norms(self, terms: Terms, dtype: Any) -> tuple[list[Array], list[Array]] | None:
-        first = terms.arrays[0]
+    def norms(self, terms: Terms, dtype: torch.dtype) -> tuple[list[Array], list[Array]] | None:
         if dtype is not torch.float32 or terms.units is not None or terms.p != 2:
             return None
-        kernels = kernels_on(first.device)
-        found: tuple[list[Array], list[Array]] | None = None
-        if kernels is not None:
-            found = kernels.norms(terms)
-        return found
+        kernels = kernels_on(terms.arrays[0].device)
+        if kernels is None:
+            return None
+        norms: tuple[list[Array], list[Array]] | None = kernels.norms(terms)
+        return norms
 
     def scale(self, products: Products) -> list[Array]:
         first = products.arrays[0]
-        kernels = (
-            None if first.is_cpu or tracing() or in_forward_mode() else kernels_on(first.device)
-        )
-        fast: list[Array] | None = None if kernels is None else kernels.scale(products)
-        return super().scale(products) if fast is None else fast
+        kernels = None
+        if not (first.is_cpu or tracing() or in_forward_mode()):
+            kernels = kernels_on(first.device)
+        new: list[Array] | None = None if kernels is None else kernels.scale(products)
+        if new is not None:
+            return new
+        return super().scale(products)
 
     def multiply(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+        self, arrays: list[Array], factors: _Factors, *, in_place: bool, zero: bool
     ) -> list[Array]:
-        slow = (
+        # A product by the number 0 needs a test of each element.
+        needs_test = (
             zero
             and not isinstance(factors[0], torch.Tensor)
             and any([np.any(factor == 0) for factor in factors])
         )
-        fast = None if slow else self._at_once(arrays, factors, in_place=in_place, zero=zero)
-        return (
-            super().multiply(arrays, factors, in_place=in_place, zero=zero)
-            if fast is None
-            else fast
-        )
+        products = None
+        if not needs_test:
+            products = self._multiply_by_foreach(arrays, factors, in_place=in_place, zero=zero)
+        if products is not None:
+            return products
+        return super().multiply(arrays, factors, in_place=in_place, zero=zero)
 
-    def _at_once(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool
+    def _multiply_by_foreach(
+        self, arrays: list[Array], factors: _Factors, *, in_place: bool, zero: bool
     ) -> list[Array] | None:
-        """Return the products by one operation.
+        """Return the products by PyTorch's functions of lists.
 
-        ``None`` where that records derivatives or is traced.
+        ``None`` if that records derivatives or is traced.
         """
-        numbers = not isinstance(factors[0], torch.Tensor)
-        ready = (self._numbers_for if numbers else self._tensors_for)(arrays, factors)
-        if ready is None or (
-            in_place and any([array.is_neg() or array.is_conj() for array in arrays])
-        ):
+        are_tensors = isinstance(factors[0], torch.Tensor)
+        convert = self._tensors_for if are_tensors else self._numbers_for
+        converted = convert(arrays, factors)
+        if converted is None:
             return None
-        if not numbers:
-            return _multiply_groups(arrays, ready, in_place=in_place, zero=zero)
-        by = _operands(arrays, ready)
-        if not in_place:
-            new = torch._foreach_mul(arrays, by)
-            # 0-d ones now have the dtype of the factor.
-            return [
-                a if a.dtype is b.dtype else a.to(b.dtype) for a, b in zip(new, arrays, strict=True)
-            ]
-        torch._foreach_mul_(arrays, by)  # nothing here records a derivative
-        return arrays
+        if in_place and any([array.is_neg() or array.is_conj() for array in arrays]):
+            return None
+        if are_tensors:
+            return _multiply_groups(arrays, converted, in_place=in_place, zero=zero)
 
-    def _numbers_for(self, arrays: list[Array], factors: Sequence[Any]) -> Sequence[Any] | None:
-        """Return factors that the host reads, if one operation takes all."""
+        operands = _operands(arrays, converted)
+        if in_place:
+            torch._foreach_mul_(arrays, operands)
+            return arrays
+
+        # 0-d products have the dtype of the factor.
+        products = list(torch._foreach_mul(arrays, operands))
+        for number, array in enumerate(arrays):
+            if products[number].dtype is not array.dtype:
+                products[number] = products[number].to(array.dtype)
+        return products
+
+    def _numbers_for(self, arrays: list[Array], factors: _Factors) -> _Factors | None:
+        """Return factors that the host reads, ``None`` if PyTorch's functions do not take them."""
         if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
             return None
         if not any([isinstance(factor, np.ndarray) for factor in factors]):
             return factors
         if not all([array.is_cpu and array.dtype in REAL for array in arrays]):
             return None
-        return [
-            self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU)
-            for f, a in zip(factors, arrays, strict=True)
-        ]
+
+        converted = []
+        for factor, array in zip(factors, arrays, strict=True):
+            of_dtype = np.asarray(factor, _NUMPY_DTYPES[array.dtype])
+            converted.append(self.from_host(of_dtype, _CPU))
+        return converted
 
     @staticmethod
     def _tensors_for(arrays: list[Array], factors: Sequence[Any]) -> Sequence[Any] | None:
-        """Return factors that are tensors, if one operation takes all."""
+        """Return factors that are tensors, ``None`` if PyTorch's functions do not take them."""
         pairs = list(zip(factors, arrays, strict=True))
         if tracing() or any([is_recorded(array) for pair in pairs for array in pair]):
             return None
+
         # A factor for each leaf is on its device already. One for all is sent to each of them.
         if not same(factors) and any([f.device != array.device for f, array in pairs]):
             return None
-        return (
-            None if any([f.ndim and f.dtype is not array.dtype for f, array in pairs]) else factors
-        )
+        if any([f.ndim and f.dtype is not array.dtype for f, array in pairs]):
+            return None
+        return factors
 
-    def is_array(self, leaf: Any) -> bool:
+    def is_array(self, leaf: object) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
-    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
-        why = next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
-        if why or not (gradient and isinstance(leaf, torch.nn.Parameter)):
-            return why
-        return (
-            "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the "
-            "weights, p.detach())"
-        )
+    def unsupported_reason(self, leaf: Array, *, gradient: bool) -> str | None:
+        for is_unsupported, reason in _UNSUPPORTED:
+            if is_unsupported(leaf):
+                return reason.format(leaf)
+
+        if gradient and isinstance(leaf, torch.nn.Parameter):
+            return (
+                "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the "
+                "weights, p.detach())"
+            )
+        return None
 
     def traced(self, array: Array) -> bool:
         return tracing() or valueless(array)
@@ -654,7 +716,7 @@ class _Torch(dtensor.Distributed):
         return not self.traced(array) and bool(array.is_cpu)
 
     def pieces(self, array: Array, axes: Axes = None) -> Iterable[Array] | None:
-        # whose size may be symbolic
+        # The size of a traced tensor may be symbolic.
         if type(array) is not torch.Tensor or tracing() or valueless(array):
             return None
         # Derivatives would keep every piece anyway.
@@ -662,11 +724,12 @@ class _Torch(dtensor.Distributed):
             return None
         if axes is not None:
             return (array[rows] for rows in row_slices(array.shape))
-        ordered = in_order(array)
+
+        ordered = in_memory_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    def unwrap(self, leaf: Array, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
         if leaf.dtype in STORAGE:
             return WrappedLeaf(leaf.to(torch.float32), leaf.copy_ if in_place else unchanged)
         if is_dtensor(leaf):
@@ -674,72 +737,79 @@ class _Torch(dtensor.Distributed):
         if leaf.layout is torch.sparse_coo:
             return self._open_coo(leaf, in_place=in_place)
         if leaf.layout in _COMPRESSED:
-            make, outer, inner = _COMPRESSED[leaf.layout]
-            indices, values = (outer(leaf), inner(leaf)), leaf.values()
-
-            def back(new: Array) -> Any:
-                with torch.sparse.check_sparse_tensor_invariants(enable=False):
-                    return make(*indices, new, size=leaf.shape, check_invariants=False)
-
-            return WrappedLeaf(values, back, values, ())
+            return self._open_compressed(leaf)
         return super().unwrap(leaf, in_place=in_place, whole=whole)
 
-    def _open_coo(self, leaf: Any, *, in_place: bool) -> WrappedLeaf:
-        single = leaf
+    def _open_compressed(self, leaf: Array) -> WrappedLeaf:
+        """Return the stored elements of a CSR or CSC tensor."""
+        make, outer, inner = _COMPRESSED[leaf.layout]
+        outer_indices = outer(leaf)
+        inner_indices = inner(leaf)
+        values = leaf.values()
+
+        def rebuild(new: Array) -> Array:
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):
+                return make(
+                    outer_indices, inner_indices, new, size=leaf.shape, check_invariants=False
+                )
+
+        return WrappedLeaf(values, rebuild, storage=values, rows=())
+
+    def _open_coo(self, leaf: Array, *, in_place: bool) -> WrappedLeaf:
+        """Return the stored elements of a COO tensor; those that are stored twice are summed."""
+        # Sums of half precision or of small integers would lose digits, or overflow.
+        coalesced = leaf
         if not leaf.is_coalesced():
             wide = torch.int32 if leaf.dtype in _INTEGERS else torch.float32
-            single = leaf.to(torch.promote_types(leaf.dtype, wide)).coalesce()
-        indices, values = single.indices(), single.values()
+            coalesced = leaf.to(torch.promote_types(leaf.dtype, wide)).coalesce()
+        indices = coalesced.indices()
+        values = coalesced.values()
 
-        def back(new: Array) -> Any:
+        def rebuild(new: Array) -> Array | None:
             made = _make_coo(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
-            return _replace_entries(leaf, made) if in_place else made
+            if not in_place:
+                return made
+            _replace_elements(leaf, made)
+            return None
 
-        return WrappedLeaf(
-            values,
-            back,
-            values if single is leaf else leaf._values(),
-            indices[0] if len(indices) == 1 else (),
-        )
+        storage = values if coalesced is leaf else leaf._values()
+        rows = indices[0] if len(indices) == 1 else ()
+        return WrappedLeaf(values, rebuild, storage, rows)
 
-    def storage(self, leaves: list[Any]) -> list[Storage] | None:
+    def storage(self, leaves: list[Array]) -> list[Storage] | None:
         local = [
             leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf
             for leaf in leaves
         ]
-        plain = all(
+        are_regular = all(
             [
                 type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad
                 for x in local
             ]
         )
-        return (
-            None
-            if plain and not tracing() and are_apart(local)
-            else [(_view(x), _why_fixed(x)) for x in leaves]
-        )
+        if are_regular and not tracing() and are_separate_blocks(local):
+            return None
+        return [(_memory_of(leaf), _read_only_reason(leaf)) for leaf in leaves]
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
-            if is_dtensor(array):  # a function of the whole tensor
-                self.write(
-                    array.to_local(),
-                    function,
-                    *[dtensor.own_operand(array, operand) for operand in operands],
-                )
+            # The function is of the whole tensor, so each operand is divided as the tensor is.
+            if is_dtensor(array):
+                own = [dtensor.own_operand(array, operand) for operand in operands]
+                self.write(array.to_local(), function, *own)
                 return
+
             pieces = self.pieces(array)
-            if pieces is not None and not any(operand.ndim for operand in operands):
+            if pieces is not None and not any([operand.ndim for operand in operands]):
                 for piece in pieces:
                     piece.copy_(function(piece, *operands))
-            else:
-                operands = tuple(
-                    _copy_if_shared(operand, array).expand(array.shape) for operand in operands
-                )
-                for rows in row_slices(array.shape) if pieces is not None else [...]:
-                    array[rows].copy_(
-                        function(array[rows], *(operand[rows] for operand in operands))
-                    )
+                return
+
+            expanded = [_copy_if_shared(x, array).expand(array.shape) for x in operands]
+            slices = [...] if pieces is None else row_slices(array.shape)
+            for rows in slices:
+                own_rows = [operand[rows] for operand in expanded]
+                array[rows].copy_(function(array[rows], *own_rows))
 
     def unstack(self, array: Array) -> list[Array]:
         return list(array.unbind())
@@ -747,7 +817,8 @@ class _Torch(dtensor.Distributed):
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
     ) -> list[Array]:
-        if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed
+        # torch.cond cannot be transformed by torch.func.
+        if torch.compiler.is_compiling() and not in_transform():
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
 
@@ -755,28 +826,29 @@ class _Torch(dtensor.Distributed):
         return array.detach()
 
     def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
-        if tracing() or not set(map(type, arrays)) <= _PLAIN:
+        if tracing() or not set(map(type, arrays)) <= _REGULAR:
             return super().detach_all(arrays)
-        return list(map(torch.Tensor.detach, arrays))  # no code of Python for each
+        # No Python code runs for each array.
+        return list(map(torch.Tensor.detach, arrays))
 
-    def computation_context(self, first: Array | None = None) -> AbstractContextManager[Any]:
-        home = at_home(first)
+    def computation_context(self, first: Array | None = None) -> AbstractContextManager[object]:
+        default_device = default_device_of(first)
         if torch.compiler.is_compiling():
-            return home or nullcontext()
-        return (
-            super().computation_context(first)
-            if home is None
-            else enter_both(super().computation_context(first), home)
-        )
+            return default_device or nullcontext()
+
+        silent = super().computation_context(first)
+        if default_device is None:
+            return silent
+        return enter_both(silent, default_device)
 
 
-def _kind_of_other(leaf: Any) -> Any:
-    """Return the kind of what is not just a tensor."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(
-        leaf, torch.nn.parameter.UninitializedTensorMixin
-    ):
+def _format_of_other(leaf: Any) -> Hashable:
+    """Return the part of a signature for a leaf that is a subclass of tensors, or no tensor."""
+    is_uninitialized = isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin)
+    if not isinstance(leaf, torch.Tensor) or is_uninitialized:
         return type(leaf), None
-    places = (leaf.device_mesh, tuple(leaf.placements)) if is_dtensor(leaf) else ()
+
+    sharding = (leaf.device_mesh, tuple(leaf.placements)) if is_dtensor(leaf) else ()
     return (
         type(leaf),
         leaf.dtype,
@@ -784,13 +856,13 @@ def _kind_of_other(leaf: Any) -> Any:
         leaf.layout,
         leaf.requires_grad,
         leaf.is_nested,
-        *places,
+        *sharding,
     )
 
 
 def _by_device(arrays: list[Array]) -> list[list[int]]:
     """Return the numbers of the arrays by device and dtype."""
-    numbers: dict[Any, list[int]] = {}
+    numbers: dict[Hashable, list[int]] = {}
     for number, array in enumerate(arrays):
         numbers.setdefault((array.device, array.dtype), []).append(number)
     return list(numbers.values())

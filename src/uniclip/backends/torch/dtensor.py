@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """PyTorch's process groups and distributed tensors: each process works on its local tensor,
-and groups reduce.
+and process groups reduce.
 
-Nothing here is imported before there is such a tensor: ``torch.distributed.tensor`` takes long to
-import.
+Nothing here imports ``torch.distributed.tensor``, which takes long, before there is such a tensor.
 """
 
 from __future__ import annotations
@@ -12,71 +11,86 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from uniclip.backends.base import Backend, Op, Reduce, WrappedLeaf
+from uniclip.backends.base import Axes, Backend, Op, Reduce, WrappedLeaf
 from uniclip.backends.torch.fast_path import move
 from uniclip.backends.torch.modes import is_recorded, tracing
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
 SHARD_CACHE_SIZE = 4096
-"""The number of parts that are cached, so that equal ones are one object."""
+"""The number of shards that are cached, so that equal ones are one object."""
 
 
-def is_dtensor(leaf: Any) -> bool:
-    """Whether a tensor is a distributed one."""
+def is_dtensor(leaf: object) -> bool:
+    """Return whether a tensor is a distributed one."""
     if type(leaf) is torch.Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, module.DTensor)
 
 
-def sum_partials(tensor: Any) -> Any:
-    """Return a distributed tensor, partial values of which are summed over processes."""
+def sum_partials(tensor: DTensor) -> DTensor:
+    """Return a distributed tensor whose partial values are summed over processes."""
     from torch.distributed.tensor import Replicate
 
-    return tensor.redistribute(
-        placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
-    )
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
-def divide_sum(like: Any, tensor: Any) -> Any:
-    """Undo `sum_partials` on a tensor that was changed since, in the placements of ``like``."""
+def divide_sum(like: DTensor, tensor: DTensor) -> DTensor:
+    """Undo `sum_partials` on a changed tensor, in the placements of ``like``."""
     return _like_local(like, first_of(like, tensor.to_local()))
 
 
-def write_sum(leaf: Any, tensor: Any) -> Any:
+def write_sum(leaf: DTensor, tensor: DTensor) -> DTensor:
     """Write a changed tensor into the partial one that it was summed from, and return that."""
     with torch.no_grad():
         leaf.to_local().copy_(first_of(leaf, tensor.to_local()))
     return leaf
 
 
-def first_of(like: Any, whole: Any) -> Any:
-    """Return this process's share of partial values: the first process has all of them."""
-    for axis, placement in enumerate(like.placements):
-        if placement.is_partial("sum") and like.device_mesh.get_local_rank(axis):
-            whole = (
-                _Weighted.apply(whole, 0.0, 1.0) if is_recorded(whole) else torch.zeros_like(whole)
-            )
-    return whole
+def first_of(like: DTensor, total: torch.Tensor) -> torch.Tensor:
+    """Return this process's addend of a sum: the first process has all of it, others zeros."""
+    for dimension, placement in enumerate(like.placements):
+        is_sum = placement.is_partial("sum")
+        if is_sum and like.device_mesh.get_local_rank(dimension):
+            total = _zeros_like(total)
+    return total
 
 
-def is_partial(tensor: Any) -> bool:
-    """Whether a distributed tensor is partial: its values are still to be summed over processes."""
+def _zeros_like(addend: torch.Tensor) -> torch.Tensor:
+    """Return zeros with the derivative of an addend, which is 1 in every process."""
+    if is_recorded(addend):
+        return _Weighted.apply(addend, 0.0, 1.0)
+    return torch.zeros_like(addend)
+
+
+def is_partial(tensor: DTensor) -> bool:
+    """Return whether the values of a distributed tensor are still to be summed over processes."""
     return any([p.is_partial() for p in tensor.placements])
 
 
-def _local_of(tensor: Any) -> Any:
-    """Return what this process holds of a distributed tensor."""
+def _local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor of a distributed one."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return tensor.to_local()
+
+    # The attribute is faster, but it may be a tensor that a collective has not filled yet.
     local = tensor._local_tensor
-    return local if type(local) is torch.Tensor else tensor.to_local()  # an asynchronous one
+    if type(local) is torch.Tensor:
+        return local
+    return tensor.to_local()
 
 
-def _like_local(like: Any, local: Any) -> Any:
+def _like_local(like: DTensor, local: torch.Tensor) -> DTensor:
     """Return a local tensor as a distributed one with the mesh, placements and shape of another."""
     from torch.distributed.tensor import DTensor
 
@@ -90,107 +104,132 @@ def _like_local(like: Any, local: Any) -> Any:
     )
 
 
-class Owners(NamedTuple):
-    """The processes of some dimensions of a mesh, which hold parts of distributed tensors."""
+class ShardGroups(NamedTuple):
+    """The process groups along dimensions of a mesh, whose processes own shards of tensors."""
 
-    mesh: Any
+    mesh: DeviceMesh
     dimensions: tuple[int, ...]
 
     def processes(self) -> frozenset[int]:
         """Return the ranks of the processes of the whole mesh."""
         return frozenset(self.mesh.mesh.flatten().tolist())
 
-    def reduce(self, array: Any, op: Op) -> Any:
+    def reduce(self, array: torch.Tensor, op: Op) -> torch.Tensor:
         """Return the sum or maximum over these dimensions."""
-        groups = [self.mesh.get_group(n) for n in self.dimensions]
+        groups = [self.mesh.get_group(dimension) for dimension in self.dimensions]
         return _all_reduce([group for group in groups if group.size() > 1], array, op)
 
 
 class LocalShard:
-    """The part of a distributed tensor that this process holds; equal parts are one object."""
+    """The shard of a distributed tensor in this process; equal shards are one object."""
 
     def __init__(
-        self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]
+        self,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        local: tuple[int, ...],
     ) -> None:
-        self.mesh, self.placements, self.shape, self.local = mesh, placements, shape, local
-        self.replicas = math.prod(
-            [n for n, p in zip(mesh.shape, placements, strict=True) if p.is_replicate()]
-        )
-        """How many processes of the mesh hold the same entries."""
+        self.mesh = mesh
+        self.placements = placements
+        self.shape = shape
+        self.local = local
+        """The shape of the local tensor."""
 
-    def divided(self, axes: tuple[int, ...] | None) -> tuple[Any, dict[int, Any]] | None:
-        """Return the mesh and those of its dimensions that divide an axis which norms along
+        sizes = zip(mesh.shape, placements, strict=True)
+        self.replicas = math.prod([size for size, p in sizes if p.is_replicate()])
+        """The number of processes of the mesh that have the same elements."""
+
+    def divided(self, axes: Axes) -> tuple[DeviceMesh, dict[int, Placement]] | None:
+        """Return the mesh and those of its dimensions that shard an axis which norms along
         ``axes`` keep.
         """
         if axes is None:
             return None
-        places = {
-            n: p
-            for n, p in enumerate(self.placements)
-            if not p.is_replicate() and p.dim not in axes
+
+        sharding = {
+            dimension: placement
+            for dimension, placement in enumerate(self.placements)
+            if not placement.is_replicate() and placement.dim not in axes
         }
-        return (self.mesh, places) if places else None
+        if not sharding:
+            return None
+        return self.mesh, sharding
 
-    def shard_groups(self, axes: tuple[int, ...] | None = None) -> Owners | None:
-        """Return the processes over which norms along ``axes`` are joined,
-        ``None`` if each norm lies in one.
-        """
-        _, apart = self.divided(axes) or (None, {})
-        dimensions = [n for n in range(self.mesh.ndim) if n not in apart]
-        return Owners(self.mesh, tuple(dimensions)) if dimensions else None
+    def shard_groups(self, axes: Axes = None) -> ShardGroups | None:
+        """Return the processes over which norms along ``axes`` are reduced.
 
-    def divide(self, leaf: Any) -> Any:
-        """Return the same part of another leaf, which may be divided in another way,
-        or not at all.
+        ``None`` if one process has all elements of each norm.
         """
-        if not is_dtensor(leaf) or leaf.device_mesh != self.mesh:
-            leaf = _replicate(self.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
+        divided = self.divided(axes)
+        kept = {} if divided is None else divided[1]
+        dimensions = [n for n in range(self.mesh.ndim) if n not in kept]
+        if not dimensions:
+            return None
+        return ShardGroups(self.mesh, tuple(dimensions))
+
+    def divide(self, leaf: torch.Tensor | DTensor) -> torch.Tensor:
+        """Return the same shard of another leaf, however that is sharded, if at all."""
+        if not is_dtensor(leaf):
+            leaf = _replicate(self.mesh, leaf)
+        elif leaf.device_mesh != self.mesh:
+            leaf = _replicate(self.mesh, leaf.full_tensor())
         return leaf.redistribute(self.mesh, self.placements).to_local()
 
-    def gather(self, leaf: Any) -> Any:
-        """Return all of a leaf that is divided in this way."""
+    def gather(self, leaf: DTensor) -> torch.Tensor:
+        """Return all elements of a leaf with this sharding."""
         return leaf.full_tensor()
 
     def weigh(self, value: Any, *, inverse: bool = False) -> Any:
-        """Return a value, with as many times its derivative as there are copies, or the inverse:
-        they count once.
+        """Return a value whose derivative is multiplied by the number of replicas, or divided by it
+        if ``inverse``, so that replicas count once.
         """
-        by = 1 / self.replicas if inverse else self.replicas
-        if by == 1 or not isinstance(value, torch.Tensor) or not (tracing() or is_recorded(value)):
+        if self.replicas == 1 or not isinstance(value, torch.Tensor):
             return value
-        return _Weighted.apply(value, 1, by)
+        if not (tracing() or is_recorded(value)):
+            return value
 
-    def sum_examples(self, like: Any, local: Any) -> Any:
+        weight = 1 / self.replicas if inverse else self.replicas
+        return _Weighted.apply(value, 1, weight)
+
+    def sum_examples(self, like: DTensor, local: torch.Tensor) -> DTensor:
         """Return the sum of a distributed tensor along its first axis,
         given the sum of the local tensor.
         """
         from torch.distributed.tensor import DTensor, Partial, Shard
 
-        def without_first(placement: Any) -> Any:
+        # A sum along a sharded axis is a partial one; without the first axis, the others move.
+        placements: list[Placement] = []
+        for placement in sum_partials(like).placements:
             if placement.is_replicate():
-                return placement
-            return Partial("sum") if placement.dim == 0 else Shard(placement.dim - 1)
+                placements.append(placement)
+            elif placement.dim == 0:
+                placements.append(Partial("sum"))
+            else:
+                placements.append(Shard(placement.dim - 1))
 
-        whole = torch.empty(like.shape[1:], device="meta")
-        places = list(map(without_first, sum_partials(like).placements))
+        total = torch.empty(like.shape[1:], device="meta")
         return DTensor.from_local(
             local,
             like.device_mesh,
-            places,
+            placements,
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=total.shape,
+            stride=total.stride(),
         )
 
 
-def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
-    """Return a partial tensor summed, what this process holds of another one,
-    or ``None`` if that is to stay whole.
+def open_distributed(leaf: DTensor, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    """Return a partial tensor summed, and another one as its local tensor.
+
+    ``None`` if that is to stay ``whole``.
     """
     if is_partial(leaf):
-        return WrappedLeaf(sum_partials(leaf), partial(write_sum if in_place else divide_sum, leaf))
+        rebuild = write_sum if in_place else divide_sum
+        return WrappedLeaf(sum_partials(leaf), partial(rebuild, leaf))
     if whole:
         return None
+
     local = _local_of(leaf)
     return WrappedLeaf(local, partial(_like_local, leaf), local, shard=_shard_of(leaf))
 
@@ -198,31 +237,33 @@ def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf |
 _shards: dict[Any, LocalShard] = {}
 
 
-def _shard_of(tensor: Any) -> LocalShard:
-    """Return the part of a distributed tensor that this process holds."""
+def _shard_of(tensor: DTensor) -> LocalShard:
+    """Return this process's shard of a distributed tensor."""
     mesh = tensor.device_mesh
-    what = mesh, tuple(tensor.placements), tuple(tensor.shape)
+    layout = mesh, tuple(tensor.placements), tuple(tensor.shape)
     if torch.compiler.is_compiling():
-        return LocalShard(*what, tuple(_local_of(tensor).shape))
+        return LocalShard(*layout, tuple(_local_of(tensor).shape))
+
     # Meshes of another initialization are equal, but have other groups.
-    key = (*what, tuple(mesh._dim_group_names))
+    key = (*layout, tuple(mesh._dim_group_names))
     shard = _shards.get(key)
     if shard is None:
         if len(_shards) >= SHARD_CACHE_SIZE:
             _shards.clear()
-        shard = _shards[key] = LocalShard(*what, tuple(_local_of(tensor).shape))
+        shard = LocalShard(*layout, tuple(_local_of(tensor).shape))
+        _shards[key] = shard
     return shard
 
 
-def _replicate(mesh: Any, array: Any) -> Any:
-    """Return a plain tensor, the same in every process, as a distributed one on a mesh."""
+def _replicate(mesh: DeviceMesh, array: torch.Tensor) -> DTensor:
+    """Return a regular tensor, the same in every process, as a distributed one on a mesh."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(array, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def own_operand(like: Any, operand: Any) -> Any:
-    """Return the part of an operand that this process needs to change its part of a tensor."""
+def own_operand(like: DTensor, operand: torch.Tensor | DTensor) -> torch.Tensor:
+    """Return the shard of an operand that changes this process's shard of a tensor."""
     if not is_dtensor(operand):
         operand = _replicate(like.device_mesh, operand)
     if operand.ndim == 0:
@@ -230,95 +271,112 @@ def own_operand(like: Any, operand: Any) -> Any:
     return operand.expand(like.shape).redistribute(placements=like.placements).to_local()
 
 
-def _groups_of(all_reduce: Any) -> list[Any] | None:
+def _groups_of(all_reduce: object) -> list[ProcessGroup] | None:
     """Return the process groups of a group or a mesh, ``None`` for anything else."""
     if not torch.distributed.is_available():
         return None
     if isinstance(all_reduce, torch.distributed.ProcessGroup):
         return [all_reduce]
-    mesh = sys.modules.get("torch.distributed.device_mesh")
-    if mesh is not None and isinstance(all_reduce, mesh.DeviceMesh):
+
+    module = sys.modules.get("torch.distributed.device_mesh")
+    if module is not None and isinstance(all_reduce, module.DeviceMesh):
         return list(all_reduce.get_all_groups())
     return None
 
 
-def _all_reduce(groups: Sequence[Any], array: Any, op: Op) -> Any:
-    """Return a new array, reduced over process groups one after the other."""
+def _all_reduce(groups: Sequence[ProcessGroup], array: torch.Tensor, op: Op) -> torch.Tensor:
+    """Return a new array, reduced over one process group after the other."""
     for group in groups:
-        reduce = _Reduced.apply if tracing() or is_recorded(array) else _reduce_over_group
+        reduce = _reduce_over_group
+        if tracing() or is_recorded(array):
+            reduce = _Reduced.apply
         array = reduce(array, op, group)
     return array
 
 
-def _reduce_over_group(array: Any, op: Op, group: Any) -> Any:
+def _reduce_over_group(array: torch.Tensor, op: Op, group: ProcessGroup) -> torch.Tensor:
+    """Return a new array, reduced over a process group without a derivative."""
+    operation = torch.distributed.ReduceOp.MAX
+    if op == "sum":
+        operation = torch.distributed.ReduceOp.SUM
+
     reduced = array.clone()
-    operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
     torch.distributed.all_reduce(reduced, operation, group=group)
     return reduced
 
 
 class _Reduced(torch.autograd.Function):  # type: ignore[misc]
-    """A sum or maximum over a process group, with the derivative of the sum of what all processes
-    make of it.
+    """A sum or maximum over a process group.
+
+    Its derivative is that of the sum of the losses of all processes.
     """
 
     @staticmethod
-    def forward(array: Any, op: Op, group: Any) -> Any:
+    def forward(array: torch.Tensor, op: Op, group: ProcessGroup) -> torch.Tensor:
         """Reduce."""
         return _reduce_over_group(array, op, group)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what the derivative needs."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Save the arguments of the derivative."""
         array, ctx.op, ctx.group = inputs
         ctx.save_for_backward(array, output)
 
     @staticmethod
-    def backward(ctx: Any, slope: Any) -> Any:
-        """Sum the derivatives of all processes; that of a maximum belongs to those that have it."""
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Sum the derivatives of all processes.
+
+        The derivative of a maximum is divided among those that have it.
+        """
         slope = _all_reduce([ctx.group], slope, "sum")
         if ctx.op == "max":
             array, top = ctx.saved_tensors
-            mine = (array == top).to(slope.dtype)
-            slope = slope * mine / _reduce_over_group(mine, "sum", ctx.group)
+            is_top = (array == top).to(slope.dtype)
+            slope = slope * is_top / _reduce_over_group(is_top, "sum", ctx.group)
         return slope, None, None
 
 
 class _Weighted(torch.autograd.Function):  # type: ignore[misc]
-    """A value times one number, with its derivative times another one."""
+    """The product of a value and one number, whose derivative is multiplied by another number."""
 
     @staticmethod
-    def forward(value: Any, by: float, slope_by: float) -> Any:
+    def forward(value: torch.Tensor, value_weight: float, slope_weight: float) -> torch.Tensor:
         """Multiply."""
-        return value * by
+        return value * value_weight
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the factors."""
-        _, by, slope_by = inputs
-        ctx.by = slope_by, by
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Save the factors."""
+        _, value_weight, slope_weight = inputs
+        ctx.weights = slope_weight, value_weight
 
     @staticmethod
-    def backward(ctx: Any, slope: Any) -> Any:
-        """Multiply the derivative; it has the derivative that the value has."""
-        return _Weighted.apply(slope, *ctx.by), None, None
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Multiply the derivative, whose own derivative is multiplied as the value is."""
+        return _Weighted.apply(slope, *ctx.weights), None, None
 
 
 class Distributed(Backend):
-    """Distributed tensors, and process groups."""
+    """The hooks for distributed tensors and process groups."""
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
-    def to_device_of(self, other: Any, array: Any) -> Any:
+    def to_device_of(self, other: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
         if is_dtensor(array):
             return array
-        array = move(array, other.device)
-        return _replicate(other.device_mesh, array) if is_dtensor(other) else array
 
-    def reducer(self, all_reduce: Any) -> Reduce | None:
+        array = move(array, other.device)
+        if is_dtensor(other):
+            return _replicate(other.device_mesh, array)
+        return array
+
+    def reducer(self, all_reduce: object) -> Reduce | None:
         groups = _groups_of(all_reduce)
-        return None if groups is None else partial(_all_reduce, groups)
+        if groups is None:
+            return None
+        return partial(_all_reduce, groups)
 
     def rank(self) -> int:
-        runs = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.get_rank() if runs else 0
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return int(torch.distributed.get_rank())
+        return 0

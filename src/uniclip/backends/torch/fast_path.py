@@ -2,14 +2,14 @@
 """PyTorch fast path: dense gradients on one device, float32 or lower precision,
 with minimal call overhead.
 
-In a training step code and data are cold, and each other library that is entered costs 5 to 10 µs:
-so it uses PyTorch alone. Nothing is remembered from step to step, since any gradient may be
-replaced.
+In a training step code and data are not in the processor's cache, and each other library that is
+called costs 5 to 10 µs, so it uses PyTorch alone. Nothing is kept from step to step, since any
+gradient may be replaced.
 
-On the CPU the norm is read, and nothing is written within the limit. On an accelerator, where the
-host would wait for it, nothing is read: three kernels of `uniclip.backends.torch.triton` run, of
-which the last writes nothing within the limit; or without Triton eight of PyTorch, and one for each
-tensor of half precision.
+On the CPU the host reads the norm, and writes nothing within the limit. On an accelerator, where
+the host would have to wait, it reads nothing. Three kernels of `uniclip.backends.torch.triton` run,
+and the last one writes nothing within the limit. Without Triton, eight of PyTorch's kernels run,
+and one more for each tensor of half precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from math import sqrt
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,30 +28,36 @@ from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import in_forward_mode, tracing
 
-_FLOAT32, _STRIDED, _CPU = torch.float32, torch.strided, torch.device("cpu")
+# Globals are looked up faster than attributes of modules.
+_FLOAT32 = torch.float32
+_STRIDED = torch.strided
+_CPU = torch.device("cpu")
+
 _HALVES = {torch.bfloat16, torch.float16}
-_LOW, _HIGH = map(sqrt, FITS)
+_SINGLE = {_FLOAT32, *_HALVES}
+_SMALLEST_NORM, _LARGEST_NORM = map(sqrt, FITS)
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _ROW = 256
-"""How many squares are added in a row: so few are accurate even if equal,
+"""The number of squares that are added in a row: so few are accurate even if equal,
 and rows are read at memory speed.
 """
-_SHORT = 2**13
-"""The number of entries up to which a copy takes no longer than norms of rows."""
+_LONG = 2**13
+"""The number of elements from which norms of rows take less time than a copy."""
 ACCELERATORS = {"cuda", "xpu"}
-"""The kinds of devices with float64 whose memory has addresses."""
-_FEW = 256
-"""How many numbers a CUDA graph gets from the host, each by a kernel of its own."""
+"""The types of devices with float64 whose memory has addresses."""
+_MAX_FILLED = 256
+"""The number of elements that a CUDA graph may get from the host, each by its own kernel."""
 _PARAMETERS = {torch.nn.Parameter}
-_SINGLE = {_FLOAT32, *_HALVES}
 
 
-def gradients_of(params: list[Any]) -> list[Any] | None:
-    """Return the gradients of parameters for the lane, ``None`` if some are of other classes."""
-    return [param.grad for param in params] if set(map(type, params)) == _PARAMETERS else None
+def gradients_of(params: list[Tensor]) -> list[Tensor | None] | None:
+    """Return the gradients of parameters for the fast path, ``None`` if one is of another class."""
+    if set(map(type, params)) != _PARAMETERS:
+        return None
+    return [param.grad for param in params]
 
 
-def fast_path(leaves: list[Any], limit: float, *, in_place: bool) -> FastResult | None:
+def fast_path(leaves: list[Tensor | None], limit: float, *, in_place: bool) -> FastResult | None:
     """Measure and scale; see `uniclip.backends.base.Backend.fast_path`."""
     if tracing() or in_forward_mode():
         return None
@@ -61,250 +66,314 @@ def fast_path(leaves: list[Any], limit: float, *, in_place: bool) -> FastResult 
         return None
     if not arrays[0].is_cpu:
         return _fast_path_on_device(leaves, arrays, limit, in_place=in_place)
+
     measured = norm_of(arrays)
-    numbers = None if measured is None else fast_numbers(measured, limit)
+    if measured is None:
+        return None
+    numbers = fast_numbers(measured, limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers
     if factor == 1:
         return FastResult(norm, limit, factor, leaves, _CPU)
-    if in_place and not are_apart(arrays):
+
+    if in_place and not are_separate_blocks(arrays):
         return None
-    single = all([array.dtype is _FLOAT32 for array in arrays])
-    # which would get the dtype of the factor
-    if not single and not all([array.ndim for array in arrays]):
+    scaled = _scale_on_cpu(leaves, arrays, factor, in_place=in_place)
+    if scaled is None:
         return None
-    # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half
-    # precision.
-    by = torch.scalar_tensor(factor, dtype=_FLOAT32 if single else torch.float64, device=_CPU)
-    return FastResult(norm, limit, factor, _scale(leaves, arrays, by, in_place=in_place), _CPU)
+    return FastResult(norm, limit, factor, scaled, _CPU)
 
 
 def _fast_path_on_device(
-    leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool
+    leaves: list[Tensor | None], arrays: list[Tensor], limit: float, *, in_place: bool
 ) -> FastResult | None:
-    """Measure and scale on an accelerator, without a read by the host;
-    in float64 no square is out of range.
+    """Measure and scale on an accelerator, where the host reads nothing.
+
+    In float64 no square is out of range.
     """
     device = arrays[0].device
-    if device.type not in ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
+    if device.type not in ACCELERATORS or not 0 < limit <= FLOAT32_MAX:
+        return None
+    if not _are_regular(arrays):
         return None
     if not all([array.dtype in _SINGLE and array.device == device for array in arrays]):
         return None
-    if not (are_apart(arrays) if in_place else are_dense(arrays)):
+    if not (are_separate_blocks(arrays) if in_place else are_dense(arrays)):
         return None
-    most = float(np.float32(limit))
+
+    limit = float(np.float32(limit))
     kernels = kernels_on(device)
-    clipped = None if kernels is None else kernels.clip(arrays, most, in_place=in_place)
+    clipped = None if kernels is None else kernels.clip(arrays, limit, in_place=in_place)
     if clipped is not None:
         norm, factor, new = clipped
-        return FastResult(
-            norm, most, factor, leaves if in_place else fill_places(leaves, new), device
-        )
+        scaled = leaves if in_place else fill_places(leaves, new)
+        return FastResult(norm, limit, factor, scaled, device)
+
+    return _clip_by_foreach(leaves, arrays, limit, in_place=in_place)
+
+
+def _clip_by_foreach(
+    leaves: list[Tensor | None], arrays: list[Tensor], limit: float, *, in_place: bool
+) -> FastResult | None:
+    """Measure and scale on an accelerator by PyTorch's functions of lists."""
+    device = arrays[0].device
     groups = list(by_dtype(arrays).values())
-    norms = [
-        norm for group in groups for norm in torch._foreach_norm(group, 2, dtype=torch.float64)
-    ]
-    norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
-    # Exactly 1 within the limit. A number divided by a tensor would be two kernels.
-    ratio = torch.div(torch.scalar_tensor(most, dtype=_FLOAT32, device=_CPU), norm.clamp(min=most))
-    factor = torch.add(ratio, norm, alpha=0)  # NaN if the norm is not finite
+    norm, factor = _norm_and_factor(groups, limit)
     if in_place:
         for group in groups:
             torch._foreach_mul_(group, factor)
-        return FastResult(norm, most, factor, leaves, device)
-    if len(groups) > 1 or (
-        arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays])
-    ):
-        return None  # 0-d products would have the dtype of the factor
-    return FastResult(norm, most, factor, _scale(leaves, arrays, factor, in_place=False), device)
+        return FastResult(norm, limit, factor, leaves, device)
+
+    # 0-d products would have the dtype of the factor.
+    if len(groups) > 1:
+        return None
+    if arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays]):
+        return None
+    scaled = fill_places(leaves, torch._foreach_mul(arrays, factor))
+    return FastResult(norm, limit, factor, scaled, device)
 
 
-def by_dtype(arrays: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Return arrays by their dtype: PyTorch's functions of lists are fast for those of one."""
+def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, Tensor]:
+    """Return the joint norm of tensors on an accelerator, and the factor, both 0-d and float32."""
+    norms: list[Tensor] = []
+    for group in groups:
+        norms += torch._foreach_norm(group, 2, dtype=torch.float64)
+    norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
+
+    # The ratio is exactly 1 within the limit. A number divided by a tensor would be two kernels.
+    dividend = torch.scalar_tensor(limit, dtype=_FLOAT32, device=_CPU)
+    ratio = torch.div(dividend, norm.clamp(min=limit))
+
+    # `clamp` hides an infinite norm; the factor has to be NaN if the norm is not finite.
+    factor = torch.add(ratio, norm, alpha=0)
+    return norm, factor
+
+
+def by_dtype(arrays: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Return arrays by their dtype: PyTorch's functions of lists are fast for one dtype."""
     dtypes = [array.dtype for array in arrays]
     if len(set(dtypes)) == 1:
         return {dtypes[0]: list(arrays)}
-    groups: dict[Any, list[Any]] = {}
+
+    groups: dict[torch.dtype, list[Tensor]] = {}
     for array, dtype in zip(arrays, dtypes, strict=True):
         groups.setdefault(dtype, []).append(array)
     return groups
 
 
-def bound(arrays: list[Any], low: float, high: float, *, in_place: bool) -> list[Any] | None:
-    """Bring the entries of dense arrays between two numbers.
+def bound(arrays: list[Tensor], low: float, high: float, *, in_place: bool) -> list[Tensor] | None:
+    """Clamp the elements of dense arrays on an accelerator between two numbers.
 
     See `uniclip.backends.base.Backend.bound`.
     """
-    if tracing() or in_forward_mode() or arrays[0].is_cpu or not _are_plain(arrays):
+    if tracing() or in_forward_mode() or arrays[0].is_cpu or not _are_regular(arrays):
         return None
     device = arrays[0].device
     if not all([array.dtype.is_floating_point and array.device == device for array in arrays]):
         return None
-    if not (are_apart(arrays) if in_place else are_dense(arrays)):
+    if not (are_separate_blocks(arrays) if in_place else are_dense(arrays)):
         return None
+
     kernels = kernels_on(device)
     new = None if kernels is None else kernels.bound(arrays, low, high, in_place=in_place)
     if new is not None:
         return new
-    changed: dict[int, Any] = {}
-    for dtype, group in by_dtype(arrays).items():
-        most = torch.finfo(dtype).max
-        least, largest = (
-            number if abs(number) <= most else math.copysign(math.inf, number)
-            for number in (low, high)
-        )
-        held = group if in_place else torch._foreach_clamp_min(group, least)
-        if in_place:
-            torch._foreach_clamp_min_(held, least)
-        torch._foreach_clamp_max_(held, largest)
-        changed.update(zip(map(id, group), held, strict=True))
-    return [changed[id(array)] for array in arrays]
+
+    clamped: dict[int, Tensor] = {}
+    for group in by_dtype(arrays).values():
+        bounded = _clamp(group, low, high, in_place=in_place)
+        clamped.update(zip(map(id, group), bounded, strict=True))
+    return [clamped[id(array)] for array in arrays]
 
 
-def norm_of(arrays: Sequence[Any]) -> float | None:
-    """Return the joint norm of dense CPU tensors, float32 or narrower.
+def _clamp(group: list[Tensor], low: float, high: float, *, in_place: bool) -> list[Tensor]:
+    """Clamp tensors of one dtype by PyTorch's functions of lists."""
+    # PyTorch raises an error for a number that overflows the dtype, but not for an infinity.
+    largest = torch.finfo(group[0].dtype).max
+    if abs(low) > largest:
+        low = math.copysign(math.inf, low)
+    if abs(high) > largest:
+        high = math.copysign(math.inf, high)
 
-    ``None`` for others, or beyond the range.
-    """
-    parts = _parts_of(arrays) if _are_plain(arrays) else None
-    if parts is None:
-        return None
-    # Joined once, and added in float64.
-    norm: float = vector_norm(
-        torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64
-    ).item()
-    if norm == 0:  # short leaves, which are added in float64, are 0 then
-        return (
-            norm if all([_is_zero(array) for array in arrays if array.numel() >= _SHORT]) else None
-        )
-    return norm if _LOW < norm < _HIGH else None  # also NaN is not
-
-
-def _scale(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Any]:
-    """Return the leaves with the arrays among them multiplied by a factor."""
     if in_place:
-        torch._foreach_mul_(arrays, factor)
+        torch._foreach_clamp_min_(group, low)
+    else:
+        group = list(torch._foreach_clamp_min(group, low))
+    torch._foreach_clamp_max_(group, high)
+    return group
+
+
+def norm_of(arrays: Sequence[Tensor]) -> float | None:
+    """Return the joint norm of dense CPU tensors, float32 or lower precision.
+
+    ``None`` for other tensors, or if the norm is out of range.
+    """
+    pieces = _pieces_of(arrays) if _are_regular(arrays) else None
+    if pieces is None:
+        return None
+
+    # All are copied into one vector, and added in float64.
+    flat = torch._C._nn.flatten_dense_tensors(pieces)
+    norm: float = vector_norm(flat, 2, None, False, dtype=torch.float64).item()
+    if norm == 0:
+        # Short leaves are added in float64, so they are 0; the squares of a row may underflow.
+        long = [array for array in arrays if array.numel() >= _LONG]
+        return norm if all([_is_zero(array) for array in long]) else None
+
+    # NaN is out of range, too.
+    return norm if _SMALLEST_NORM < norm < _LARGEST_NORM else None
+
+
+def _scale_on_cpu(
+    leaves: list[Tensor | None], arrays: list[Tensor], factor: float, *, in_place: bool
+) -> list[Tensor | None] | None:
+    """Return the leaves with the arrays among them multiplied by a factor.
+
+    ``None`` if a product would get the dtype of the factor.
+    """
+    # A 0-d tensor takes half the time of a number. A float32 one would be rounded to half precision
+    # before the product.
+    dtype = _FLOAT32
+    if not all([array.dtype is _FLOAT32 for array in arrays]):
+        if not all([array.ndim for array in arrays]):
+            return None
+        dtype = torch.float64
+    scale = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
+
+    if in_place:
+        torch._foreach_mul_(arrays, scale)
         return leaves
-    new = torch._foreach_mul(arrays, factor)
-    return list(new) if len(arrays) == len(leaves) else fill_places(leaves, new)
+    new = torch._foreach_mul(arrays, scale)
+    if len(arrays) == len(leaves):
+        return list(new)
+    return fill_places(leaves, new)
 
 
-def _are_plain(arrays: Sequence[Any]) -> bool:
-    """Whether all are dense.
+def _are_regular(arrays: Sequence[Tensor]) -> bool:
+    """Return whether all are dense tensors without a derivative.
 
-    A subclass may hold anything, and what records a derivative must not be read.
+    A subclass may compute anything, and the value of a recorded tensor must not be read.
     """
     for array in arrays:
-        if (
-            type(array) is not Tensor
-            or array.requires_grad
-            or array.layout is not _STRIDED
-            or array.is_nested
-        ):
+        if type(array) is not Tensor or array.requires_grad:
+            return False
+        if array.layout is not _STRIDED or array.is_nested:
             return False
     return True
 
 
-def _parts_of(arrays: Sequence[Tensor]) -> list[Tensor] | None:
+def _pieces_of(arrays: Sequence[Tensor]) -> list[Tensor] | None:
     """Return tensors with the same joint norm: short leaves as they are,
-    norms of rows of long ones.
+    and norms of the rows of long ones.
 
-    ``None`` if a leaf is not float32 or narrower, on the CPU, or a long one has gaps.
+    ``None`` if a leaf is not float32 or lower precision on the CPU, or a long one has gaps.
     """
-    parts = []
+    pieces = []
     for array in arrays:
-        single = array.dtype is _FLOAT32
-        if not array.is_cpu or not (single or array.dtype in _HALVES):
+        is_float32 = array.dtype is _FLOAT32
+        if not array.is_cpu or not (is_float32 or array.dtype in _HALVES):
             return None
         size = array.numel()
-        if size < _SHORT:
-            parts.append(array if single else array.float())
+        if size < _LONG:
+            pieces.append(array if is_float32 else array.float())
             continue
-        ordered = array if array.is_contiguous() else in_order(array)
+
+        ordered = array if array.is_contiguous() else in_memory_order(array)
         if not ordered.is_contiguous():
             return None
-        if size % _ROW == 0 and single:
-            parts.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
+        if size % _ROW == 0 and is_float32:
+            pieces.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
             continue
-        # which bound the copies of half precision
-        for piece in ordered.view(-1).split(size if single else PIECE):
-            parts += _norms_of_rows(piece if single else piece.float())
-    return parts
+
+        # Half precision is converted piece by piece, to bound the memory of the copies.
+        flat = ordered.view(-1)
+        if is_float32:
+            pieces += _norms_of_rows(flat)
+            continue
+        for piece in flat.split(PIECE):
+            pieces += _norms_of_rows(piece.float())
+    return pieces
 
 
 def _norms_of_rows(flat: Tensor) -> list[Tensor]:
     """Return short vectors with the same joint norm: the norms of rows,
-    and the entries that are left.
+    and the elements that are left.
     """
-    whole = flat.numel() - flat.numel() % _ROW
-    norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1)
-    # A view would keep all of it.
-    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]
+    size = flat.numel()
+    end = size - size % _ROW
+    norms = vector_norm(flat[:end].view(-1, _ROW), 2, 1)
+    if end == size:
+        return [norms]
+
+    # A view would keep all elements alive.
+    return [norms, flat[end:].clone()]
 
 
-def move(array: Tensor, device: Any) -> Tensor:
-    """Return a tensor on a device; what is sent to an accelerator does not wait for it."""
+def move(array: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the host does not wait until an accelerator has it."""
     if array.device == device:
         return array
-    if (
-        device.type not in ACCELERATORS
-        or type(array) is not Tensor
-        or not array.is_cpu
-        or array.requires_grad
-    ):
+    if device.type not in ACCELERATORS or type(array) is not Tensor:
         return array.to(device)
-    if tracing() or in_forward_mode():
+    if not array.is_cpu or array.requires_grad or tracing() or in_forward_mode():
         return array.to(device)
-    if array.numel() == 1:  # the number is an argument of a kernel, which also a CUDA graph keeps
+
+    # A number is an argument of the kernel that fills, so that a CUDA graph keeps it, too.
+    if array.numel() == 1:
         return torch.full(array.shape, array.item(), dtype=array.dtype, device=device)
-    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return array.pin_memory().to(device, non_blocking=True)
-    if array.numel() > _FEW:  # which PyTorch refuses
+
+    # PyTorch raises an error for this copy in a capture.
+    if array.numel() > _MAX_FILLED:
         return array.to(device)
-    each = [
-        torch.full((1,), value, dtype=array.dtype, device=device)
-        for value in array.reshape(-1).tolist()
-    ]
-    # A graph would read what the host's memory holds later.
-    return torch.cat(each).reshape(array.shape)
+
+    # A graph would read the host's memory at each replay, whatever it contains then.
+    numbers = array.reshape(-1).tolist()
+    filled = [torch.full((1,), n, dtype=array.dtype, device=device) for n in numbers]
+    return torch.cat(filled).reshape(array.shape)
 
 
-def in_order(array: Tensor) -> Tensor:
+def in_memory_order(array: Tensor) -> Tensor:
     """Return the array with its axes in the order of memory."""
     return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
 
 
 def _is_zero(array: Tensor) -> bool:
-    """Whether all entries are 0, by their bits."""
-    half = array.dtype is torch.bfloat16  # which NumPy does not have
-    return all_zero((array.view(torch.int16) if half else array).numpy(force=True))
+    """Return whether all elements are 0, by their bits."""
+    # NumPy has no bfloat16.
+    if array.dtype is torch.bfloat16:
+        array = array.view(torch.int16)
+    return all_zero(array.numpy(force=True))
 
 
 def are_dense(arrays: Sequence[Tensor]) -> bool:
-    """Whether arrays are without gaps, in any order of their axes,
-    and hold their values as they are.
-    """
+    """Return whether arrays have no gaps, in any order of their axes, and no negative bit."""
     return not any(map(Tensor.is_neg, arrays)) and are_without_gaps(arrays)
 
 
 def are_without_gaps(arrays: Sequence[Tensor]) -> bool:
     """Return whether arrays have no gaps, in any order of their axes."""
-    # Many tensors are asked by `map`, which runs no code of Python for each.
+    # `map` runs no Python code for each of many tensors.
     if all(map(Tensor.is_contiguous, arrays)):
         return True
-    return all([array.is_contiguous() or in_order(array).is_contiguous() for array in arrays])
+    return all([x.is_contiguous() or in_memory_order(x).is_contiguous() for x in arrays])
 
 
-def are_apart(arrays: list[Tensor]) -> bool:
-    """Whether dense arrays are writable, without gaps, and do not overlap."""
+def are_separate_blocks(arrays: list[Tensor]) -> bool:
+    """Return whether dense arrays are writable, without gaps, and do not overlap."""
     if any(map(Tensor.is_inference, arrays)) or any(map(Tensor.is_neg, arrays)):
         return False
-    if not are_without_gaps(arrays):  # some have gaps, or repeat entries (expand)
+
+    # An array has gaps, or repeats elements after `expand`.
+    if not are_without_gaps(arrays):
         return False
+
+    addresses = map(Tensor.data_ptr, arrays)
     sizes = [array.nbytes for array in arrays]
     end = 0
-    for start, size in sorted(zip(map(Tensor.data_ptr, arrays), sizes, strict=True)):
+    for start, size in sorted(zip(addresses, sizes, strict=True)):
         if start < end:
             return False
         end = start + size

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Decide where the Triton kernels of `uniclip.backends.torch.triton` run.
+"""Decide on which devices the Triton kernels of `uniclip.backends.torch.triton` run.
 
-Everybody else asks `kernels_on` and takes PyTorch's own functions if the answer is ``None``. Triton
-is imported at the first use on an accelerator, so never on a CPU.
+Callers use PyTorch's own functions if `kernels_on` returns ``None``. Triton is imported at the
+first use on an accelerator, so never on a CPU.
 
 The environment variable ``UNICLIP_TRITON`` is read at each step. ``0`` turns the kernels off.
-``1`` also tries them where they are not tested: AMD and Intel GPUs, other versions of Triton,
-and in Triton's interpreter (``TRITON_INTERPRET=1``).
+``1`` also allows what is not tested: AMD and Intel GPUs, other versions of Triton, and Triton's
+interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -19,72 +19,81 @@ import sys
 import threading
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import TypeAlias
 
 import torch
+
+_Decision: TypeAlias = ModuleType | None
+"""The module of kernels, ``None`` for PyTorch's own functions."""
 
 _LOG = logging.getLogger("uniclip")
 _MINIMUM_CAPABILITY = (7, 0)
 """Volta: the oldest NVIDIA GPUs for which Triton compiles."""
 _VERSIONS = {(3, 3), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)}
-"""Versions of Triton by which ``tox -e triton`` compiles all kernels. PyTorch 2.7 brings 3.3."""
-_DEVICES_IF_ASKED = {"cuda", "xpu"}
-"""Devices with float64 and addresses that a kernel can follow. PyTorch calls AMD's "cuda", too."""
+"""Versions of Triton that ``tox -e triton`` compiles all kernels with. PyTorch 2.7 brings 3.3."""
+_DEVICE_TYPES = {"cuda", "xpu"}
+"""Devices with float64 whose memory has addresses. PyTorch calls AMD's "cuda", too."""
 _ERROR_LENGTH = 200
-_UNDECIDED = object()
 
-_decisions: dict[tuple[Any, str | None], ModuleType | None] = {}
-"""The answer by device and by the value of ``UNICLIP_TRITON``."""
-_failures: dict[Any, str] = {}
-"""Why kernels cannot be used on a device, though they should."""
+_decisions: dict[tuple[torch.device, str | None], _Decision] = {}
+"""By device and by the value of ``UNICLIP_TRITON``."""
+_failures: dict[torch.device, str] = {}
+"""Errors of kernels, by device."""
 _lock = threading.Lock()
 
 
-def kernels_on(device: Any) -> ModuleType | None:
-    """Return the module of kernels, or ``None`` where PyTorch's own functions are to be used."""
-    wish = os.environ.get("UNICLIP_TRITON")
-    if wish == "0":
+def kernels_on(device: torch.device) -> _Decision:
+    """Return the module of kernels, or ``None`` if PyTorch's own functions are to be used."""
+    setting = os.environ.get("UNICLIP_TRITON")
+    if setting == "0":
         return None
 
-    decision: Any = _decisions.get((device, wish), _UNDECIDED)
-    if decision is _UNDECIDED:
-        decision = _load(device, asked=wish == "1")
-        with _lock:
-            if device in _failures:  # of another thread, meanwhile
-                decision = None
-            _decisions[device, wish] = decision
+    key = device, setting
+    if key in _decisions:
+        return _decisions[key]
+
+    decision = _load(device, allow_untested=setting == "1")
+    with _lock:
+        # Another thread may have failed while this one imported Triton.
+        if device in _failures:
+            decision = None
+        _decisions[key] = decision
     return decision
 
 
-def give_up(device: Any, error: BaseException) -> None:
-    """Use the kernels on a device no more, and warn once."""
+def give_up(device: torch.device, error: BaseException) -> None:
+    """Stop using the kernels on a device, and warn once."""
     message = f"{type(error).__name__}: {error}".strip()
-    message = message if len(message) <= _ERROR_LENGTH else f"{message[:_ERROR_LENGTH]}..."
+    if len(message) > _ERROR_LENGTH:
+        message = f"{message[:_ERROR_LENGTH]}..."
+
     with _lock:
         is_first = not _failures
         _failures[device] = message
-        for key in [key for key in _decisions if key[0] == device]:
-            _decisions[key] = None
+        for key in list(_decisions):
+            if key[0] == device:
+                _decisions[key] = None
+
     if is_first:
         warnings.warn(
-            f"uniclip's Triton kernels cannot be used on {device}, so PyTorch's own functions are, "
-            f"which take longer ({message}). Triton needs a C compiler, and a cache directory that "
-            "it can write (TRITON_CACHE_DIR). UNICLIP_TRITON=0 turns the kernels off",
+            f"uniclip's Triton kernels cannot be used on {device} ({message}), and PyTorch's own "
+            "functions take longer; install a C compiler and set TRITON_CACHE_DIR to a writable "
+            "directory, or turn the kernels off by UNICLIP_TRITON=0",
             UserWarning,
             stacklevel=2,
         )
 
 
-def _load(device: Any, *, asked: bool) -> ModuleType | None:
-    """Return the module of kernels if a device, and the Triton that is installed, are supported."""
-    if device in _failures or not _is_supported(device, asked=asked):
+def _load(device: torch.device, *, allow_untested: bool) -> _Decision:
+    """Return the module of kernels if a device and the installed Triton are supported."""
+    if device in _failures or not _is_supported(device, allow_untested=allow_untested):
         return None
 
     # Triton and TensorFlow bring an LLVM each. The second to be loaded ends the process.
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         _LOG.warning(
-            "TensorFlow is loaded, so Triton is not: gradients on %s are clipped by PyTorch's own "
-            "functions, which take longer. Import Triton before TensorFlow if you need both",
+            "uniclip cannot load Triton after TensorFlow, and PyTorch's own functions take longer "
+            "to clip gradients on %s; import Triton before TensorFlow if you need both",
             device,
         )
         return None
@@ -93,21 +102,26 @@ def _load(device: Any, *, asked: bool) -> ModuleType | None:
         return None
     try:
         version = importlib.import_module("triton").__version__
-        if tuple(map(int, version.split(".")[:2])) not in _VERSIONS and not asked:
-            _LOG.info("Triton %s is not tested: PyTorch's own functions are used", version)
+        is_tested = tuple(map(int, version.split(".")[:2])) in _VERSIONS
+        if not is_tested and not allow_untested:
+            _LOG.info("uniclip uses PyTorch's own functions: Triton %s is not tested", version)
             return None
         return importlib.import_module("uniclip.backends.torch.triton")
-    except (ImportError, OSError) as error:  # installed, and broken
+    except (ImportError, OSError) as error:
+        # An installation can be broken, as by a missing library.
         give_up(device, error)
         return None
 
 
-def _is_supported(device: Any, *, asked: bool) -> bool:
-    """Return whether kernels are to be tried on a device."""
-    if os.environ.get("TRITON_INTERPRET") == "1":  # for tests, and for those who write kernels
-        return asked
-    if device.type not in _DEVICES_IF_ASKED:
+def _is_supported(device: torch.device, *, allow_untested: bool) -> bool:
+    """Return whether kernels may run on a device."""
+    # The interpreter is for tests, and for writing kernels.
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return allow_untested
+    if device.type not in _DEVICE_TYPES:
         return False
+
+    # Only NVIDIA's GPUs are tested.
     if device.type == "cuda" and torch.version.hip is None:
         return bool(torch.cuda.get_device_capability(device) >= _MINIMUM_CAPABILITY)
-    return asked
+    return allow_untested

@@ -2,9 +2,9 @@
 """Triton kernels that measure and change many tensors in one launch.
 
 PyTorch's functions of lists start many kernels, and one for each tensor if dtypes differ. Here one
-launch takes all tensors of a dtype. The host makes a *work table* with one row of integers for each
-program (CUDA: thread block), which says what stretch of what tensor the program takes, and an array
-of the tensors' addresses. A kernel reads its row, follows the address, and works.
+launch covers all tensors of a dtype. The host makes a *work table* with one row of integers for
+each program (CUDA: thread block), which is the stretch of a tensor that the program works on, and
+an array of the tensors' addresses. A kernel reads its row, follows the address, and works.
 
 Read it in this order:
 
@@ -15,13 +15,13 @@ Read it in this order:
 2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory.
    Both are sent to the device without a wait, and cached.
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
-   that cannot be compiled leaves no tensor half changed. There is one warning, and the caller takes
+   that cannot be compiled leaves no tensor half changed. There is one warning, and the caller uses
    PyTorch's own functions.
-4. **What the backend calls**: `clip`, `sums`, `norms`, `scale` and `bound`. Each returns ``None``
-   for tensors that it does not take, before anything is written.
+4. **The backend's functions**: `clip`, `sums`, `norms`, `scale` and `bound`. Each returns ``None``
+   for unsupported tensors, before anything is written.
 
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
-is sent during a capture. Tables and addresses that a graph reads are kept for good, unchanged.
+is sent during a capture. Tables and addresses that a graph reads stay alive and unchanged.
 
 `uniclip.backends.torch.kernels` decides where this module is used.
 """
@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,9 +41,11 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
-from uniclip.backends.base import Products, Terms, in_groups, stack_terms
+from uniclip.backends.base import Axes, Backend, Products, Terms, in_groups, stack_terms
 from uniclip.backends.torch.fast_path import are_dense
 from uniclip.backends.torch.kernels import give_up
+
+_Vector: TypeAlias = np.ndarray[Any, Any]
 
 DTYPES = {
     torch.float32: tl.float32,
@@ -63,25 +65,28 @@ ROOT_PARAMETERS = {"BLOCK": 1024, "num_warps": 4}
 NORM_PARAMETERS = {"BLOCK": 8192, "num_warps": 16}
 
 _SHORT_ROW = 2**13
-"""Rows of up to so many entries are measured ``ROWS`` by a program, longer ones by chunks."""
+"""The length of rows up to which a program measures ``ROWS`` of them; longer ones have chunks."""
 _LONG_VECTOR = 2**20
-"""Vectors of up to so many entries may be rows of one entry: biases beside matrices."""
+"""The length of vectors up to which they may be rows of one element, as biases among matrices."""
 _CACHE_SIZE = 64
-"""How many work tables, and how many lists of addresses, are kept."""
+"""The number of work tables, and the number of lists of addresses, that are cached."""
 _RESERVED_ADDRESSES = 2**16
-"""For how many addresses memory is reserved, which graphs may be captured with."""
+"""The number of addresses for which memory is reserved, so that graphs can be captured."""
 
-# The columns of a work table. For chunks: entries START to STOP of a leaf.
-LEAF: tl.constexpr = tl.constexpr(0)  # the place of its address
+# The columns of a work table. For chunks: elements START to STOP of the leaf whose address has the
+# number LEAF. SUM is the number of the sum of squares, NORM that of the norm and its factor.
+LEAF: tl.constexpr = tl.constexpr(0)
 START: tl.constexpr = tl.constexpr(1)
 STOP: tl.constexpr = tl.constexpr(2)
-SUM: tl.constexpr = tl.constexpr(3)  # where the sum of squares goes
-NORM: tl.constexpr = tl.constexpr(4)  # which norm it is a part of; the place of its factor
-# For tiles: ROWS rows of a leaf that is HEIGHT rows of WIDTH entries, whose norms are in a row.
+SUM: tl.constexpr = tl.constexpr(3)
+NORM: tl.constexpr = tl.constexpr(4)
+
+# For tiles: ROWS rows of a leaf that has HEIGHT rows of WIDTH elements. The norms have consecutive
+# numbers, and FIRST_NORM is that of the leaf's row 0.
 FIRST_ROW: tl.constexpr = tl.constexpr(1)
 HEIGHT: tl.constexpr = tl.constexpr(2)
 WIDTH: tl.constexpr = tl.constexpr(3)
-FIRST_NORM: tl.constexpr = tl.constexpr(4)  # that of the leaf's row 0
+FIRST_NORM: tl.constexpr = tl.constexpr(4)
 COLUMNS_OF_TABLE: tl.constexpr = tl.constexpr(5)
 
 # The columns of the table of norms: the partial sums FROM to UNTIL are those of norm number RESULT.
@@ -109,7 +114,7 @@ def _aligned(address, DTYPE: tl.constexpr):
 
 @triton.jit
 def _times_16(number):
-    # The compiler finds out by itself that the result is a multiple of 16.
+    # The compiler infers that the result is a multiple of 16.
     return number // 16 * 16
 
 
@@ -197,8 +202,9 @@ def join_sums(norms, partial_sums, sums, BLOCK: tl.constexpr):
 
 @triton.jit
 def _root_of(total):
+    # The second is NaN if the norm is ∞, too.
     norm = tl.sqrt(total).to(tl.float32)
-    return norm, norm + (norm - norm)  # NaN where the norm is ∞, too
+    return norm, norm + (norm - norm)
 
 
 @triton.jit(do_not_specialize=["norms", "partial_sums", "roots", "count"])
@@ -226,9 +232,10 @@ def find_norms(sums, roots, count, BLOCK: tl.constexpr):
 def find_factor(partial_sums, count, limit, factor_and_norm, BLOCK: tl.constexpr):
     """Store the factor min(1, limit / norm) and the norm of all partial sums."""
     norm = tl.sqrt(_add_up(partial_sums, 0, count, BLOCK)).to(tl.float32)
-    # div_rn rounds as PyTorch does. A plain division is an approximation.
+    # div_rn rounds as PyTorch does. The operator is an approximation.
     factor = tl.where(norm <= limit, 1.0, tl.div_rn(limit, norm))
-    tl.store(factor_and_norm, factor + (norm - norm))  # NaN if the norm is ∞, too
+    # NaN if the norm is ∞, too.
+    tl.store(factor_and_norm, factor + (norm - norm))
     tl.store(factor_and_norm + 1, norm)
 
 
@@ -236,7 +243,8 @@ def find_factor(partial_sums, count, limit, factor_and_norm, BLOCK: tl.constexpr
 def _multiply(x, factor, ZERO: tl.constexpr):
     # The product by 1 may be another number: some versions of Triton flush subnormal ones to 0.
     product = tl.where(factor == 1, x, x * factor)
-    if ZERO:  # also NaN · 0
+    # Also NaN · 0 is 0.
+    if ZERO:
         product = tl.where(factor == 0, 0.0, product)
     return product
 
@@ -270,7 +278,8 @@ def scale_chunks(
     # Products of numbers up to float32 are computed in float32.
     wide: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32  # noqa: SIM300
     factor = tl.load(factors + tl.load(row + NORM)).to(wide)
-    if (factor != 1) | (to_outputs > 0):  # NaN is not 1
+    # NaN is not 1.
+    if (factor != 1) | (to_outputs > 0):
         start = tl.load(row + START)
         length = tl.load(row + STOP) - start
         leaf = tl.load(row + LEAF)
@@ -356,7 +365,8 @@ def _bound_chunk(
         at = first + tl.arange(0, BLOCK)
         if FULL:
             x = tl.load(chunk + at).to(tl.float32)
-            new = tl.where(x < low, low, tl.where(x > high, high, x))  # NaN stays
+            # NaN is neither below nor above.
+            new = tl.where(x < low, low, tl.where(x > high, high, x))
             tl.store(out + at, new.to(out.dtype.element_ty))
         else:
             inside = at < length
@@ -370,10 +380,10 @@ def bound_chunks(
     table, addresses, to_outputs, low, high, DTYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bring the entries of chunks between two numbers; see `scale_chunks`.
+    """Clamp the elements of chunks between two numbers; see `scale_chunks`.
 
-    In place a chunk is read first, and written as a whole if an entry is outside. To store single
-    entries takes longer: 2 bytes at a time in half precision.
+    In place a chunk is read first, and written as a whole if an element is outside. Storing single
+    elements takes longer: 2 bytes at a time in half precision.
     """
     row = _row_of_program(table, COLUMNS_OF_TABLE)
     start = tl.load(row + START)
@@ -411,29 +421,29 @@ class Part(NamedTuple):
     """The work on the tensors of one dtype by one kernel."""
 
     dtype: torch.dtype
-    table: Any
+    table: torch.Tensor
     """A row of integers for each program, on the device."""
     programs: int
 
 
 class Work(NamedTuple):
-    """What programs do, for tensors of some shapes and dtypes. It is never changed."""
+    """The work of all programs, for tensors of some shapes and dtypes. It is never changed."""
 
     chunks: list[Part]
     """Whole tensors and long rows, by chunks."""
     tiles: list[Part]
     """Short rows."""
-    norms: Any
-    """Which partial sums are those of each norm that has chunks, on the device."""
+    norms: torch.Tensor
+    """The range of the partial sums of each norm that has chunks, on the device."""
     norm_count: int
     sum_count: int
-    """How many partial sums the chunks have."""
+    """The number of partial sums of the chunks."""
     one_chunk_each: bool
     """Whether partial sum number n is all of norm number n."""
 
 
 class _Sent(NamedTuple):
-    """A work table that was sent on a stream, and the event after which it is there."""
+    """A work table that was sent on a stream, and the event after which it has arrived."""
 
     work: Work
     stream: int
@@ -441,11 +451,11 @@ class _Sent(NamedTuple):
 
 
 _works: dict[Any, _Sent] = {}
-_addresses: dict[Any, Any] = {}
+_addresses: dict[Any, torch.Tensor] = {}
 _captured: list[Any] = []
-"""What captured graphs read. It is never let go."""
-_reserved: list[Any] = []
-"""At most one array of pinned memory, from which captures take what their graphs keep."""
+"""The memory that captured graphs read, which is never freed."""
+_reserved: list[torch.Tensor] = []
+"""At most one array of pinned memory, for the addresses that graphs keep."""
 _compiled: set[Any] = set()
 """The kernels that are ready on a device, for arguments of some dtypes."""
 _lock = threading.Lock()
@@ -456,23 +466,23 @@ _DTYPES = frozenset(DTYPES)
 
 
 class Batch(NamedTuple):
-    """Plain dense tensors of one device, and the state of that device."""
+    """Regular dense tensors of one device, and the state of that device."""
 
-    arrays: Sequence[Any]
-    device: Any
+    arrays: Sequence[torch.Tensor]
+    device: torch.device
     stream: int
     capturing: bool
     """Whether a CUDA graph is captured."""
 
-    def new(self, count: int, dtype: torch.dtype) -> Any:
+    def new(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new vector on the device."""
         return self.arrays[0].new_empty(count, dtype=dtype)
 
 
-def _batch_of(arrays: Sequence[Any], *, checked: bool = False) -> Batch | None:
-    """Return tensors as a batch, ``None`` if one of them is no plain dense tensor of the device.
+def _batch_of(arrays: Sequence[torch.Tensor], *, checked: bool = False) -> Batch | None:
+    """Return tensors as a batch, ``None`` if one is not a regular dense tensor of the device.
 
-    ``checked`` tells that they are, and that their dtypes are those that kernels take.
+    ``checked`` skips that test, for tensors with dtypes that the kernels support.
     """
     device = arrays[0].device
     if not checked:
@@ -480,7 +490,8 @@ def _batch_of(arrays: Sequence[Any], *, checked: bool = False) -> Batch | None:
             return None
         if not all([array.device == device for array in arrays]) or not are_dense(arrays):
             return None
-    # A dispatch mode wants to see what is done. Kernels are invisible to it.
+
+    # Kernels are invisible to a dispatch mode, which may count or log operations.
     if torch._C._len_torch_dispatch_stack():
         return None
 
@@ -493,10 +504,10 @@ def _batch_of(arrays: Sequence[Any], *, checked: bool = False) -> Batch | None:
 
 
 class Rows(NamedTuple):
-    """Each tensor as ``heights`` rows of ``widths`` entries, which share a norm.
+    """Each tensor as ``heights`` rows of ``widths`` elements, which share a norm.
 
-    ``heights`` is ``None`` if all tensors are one row each, and ``first_norms``, the numbers of the
-    norms of their first rows, is if they are all parts of norm 0.
+    ``heights`` is ``None`` if all tensors are one row each. ``first_norms`` are the numbers of the
+    norms of their first rows, ``None`` if all tensors are parts of norm 0.
     """
 
     widths: tuple[int, ...]
@@ -511,9 +522,11 @@ def _work_of(batch: Batch, rows: Rows) -> Work | None:
     sent = _works.get(key)
 
     if batch.capturing:
-        if sent is not None:
-            _captured.append(sent)
-        return None if sent is None else sent.work
+        if sent is None:
+            return None
+        _captured.append(sent)
+        return sent.work
+
     if sent is None:
         sent = _Sent(_make_work(batch, rows, dtypes), batch.stream, _record_event(batch))
         with _lock:
@@ -526,7 +539,7 @@ def _work_of(batch: Batch, rows: Rows) -> Work | None:
 
 
 def _record_event(batch: Batch) -> Any:
-    """Return an event after what was sent to the device so far."""
+    """Return an event after everything that was sent to the device so far."""
     if INTERPRETED:
         return None
     event = getattr(torch, batch.device.type).Event()
@@ -535,91 +548,113 @@ def _record_event(batch: Batch) -> Any:
 
 
 def _use_on_another_stream(sent: _Sent, batch: Batch) -> None:
-    """Let a stream wait for a table that was sent on another one, and let memory be kept for it."""
+    """Make a stream wait for a table that was sent on another one, and keep its memory."""
+    work = sent.work
     sent.event.wait()
     stream = getattr(torch, batch.device.type).current_stream(batch.device)
-    for table in (sent.work.norms, *[part.table for part in (*sent.work.chunks, *sent.work.tiles)]):
-        table.record_stream(stream)
+    work.norms.record_stream(stream)
+    for part in (*work.chunks, *work.tiles):
+        part.table.record_stream(stream)
 
 
-def _make_work(batch: Batch, rows: Rows, dtypes: tuple[torch.dtype, ...]) -> Work:
-    """Make a work table, and send it to the device."""
-    chunks: dict[torch.dtype, list[Any]] = {}
-    tiles: dict[torch.dtype, list[Any]] = {}
-    norms: list[Any] = [np.zeros((0, 3), np.int64)]
-    sum_count = 0
-    heights = rows.heights or (1,) * len(dtypes)
-    first_norms = rows.first_norms or (0,) * len(dtypes)
+class _Tables:
+    """The tables of chunks, tiles and norms while they are made, leaf by leaf."""
 
-    leaves = zip(rows.widths, heights, first_norms, dtypes, strict=True)
-    for leaf, (width, height, first_norm, dtype) in enumerate(leaves):
-        if height > 1 and width <= _SHORT_ROW:
-            first_rows = np.arange(0, height, ROWS_PARAMETERS["ROWS"])
-            tile = _table(leaf, first_rows, height, width, first_norm)
-            tiles.setdefault(dtype, []).append(tile)
-            continue
+    def __init__(self) -> None:
+        self.chunks: dict[torch.dtype, list[_Vector]] = {}
+        self.tiles: dict[torch.dtype, list[_Vector]] = {}
+        self.norms: list[_Vector] = [np.zeros((0, 3), np.int64)]
+        self.sum_count = 0
 
-        # Chunks of each row, one row after another.
+    def add_tiles(
+        self, leaf: int, dtype: torch.dtype, *, height: int, width: int, first_norm: int
+    ) -> None:
+        """Add the tiles of a leaf with short rows."""
+        first_rows = np.arange(0, height, ROWS_PARAMETERS["ROWS"])
+        tiles = _table(leaf, first_rows, height, width, first_norm)
+        self.tiles.setdefault(dtype, []).append(tiles)
+
+    def add_chunks(
+        self, leaf: int, dtype: torch.dtype, *, height: int, width: int, first_norm: int
+    ) -> None:
+        """Add the chunks of each row of a leaf, one row after another."""
         in_row = np.arange(0, width, CHUNK)
         row_starts = np.arange(height)[:, None] * width
         starts = (row_starts + in_row).ravel()
         stops = (row_starts + np.minimum(in_row + CHUNK, width)).ravel()
+        sums = self.sum_count + np.arange(len(starts))
         numbers = first_norm + np.arange(height)
-        sums = sum_count + np.arange(len(starts))
-        chunk = _table(leaf, starts, stops, sums, np.repeat(numbers, len(in_row)))
-        chunks.setdefault(dtype, []).append(chunk)
+        chunks = _table(leaf, starts, stops, sums, np.repeat(numbers, len(in_row)))
+        self.chunks.setdefault(dtype, []).append(chunks)
 
-        # A row without entries has a norm, too: the sum of no partial sums.
-        first_sums = sum_count + np.arange(height) * len(in_row)
-        of_leaf = _table(first_sums, first_sums + len(in_row), numbers)
-        if height == 1 and len(norms[-1]) and norms[-1][-1, RESULT.value] == first_norm:
-            norms[-1][-1, UNTIL.value] += len(in_row)  # one more leaf of the same norm
+        # One more leaf of the same norm.
+        last = self.norms[-1]
+        if height == 1 and len(last) and last[-1, RESULT.value] == first_norm:
+            last[-1, UNTIL.value] += len(in_row)
         else:
-            norms.append(of_leaf)
-        sum_count += len(starts)
+            # A row without elements has a norm, too: the sum of no partial sums.
+            first_sums = self.sum_count + np.arange(height) * len(in_row)
+            self.norms.append(_table(first_sums, first_sums + len(in_row), numbers))
+        self.sum_count += len(starts)
 
-    table_of_norms = np.concatenate(norms)
-    starts, stops, numbers = table_of_norms.T
+
+def _make_work(batch: Batch, rows: Rows, dtypes: tuple[torch.dtype, ...]) -> Work:
+    """Make a work table, and send it to the device."""
+    heights = rows.heights or (1,) * len(dtypes)
+    first_norms = rows.first_norms or (0,) * len(dtypes)
+
+    tables = _Tables()
+    leaves = zip(rows.widths, heights, first_norms, dtypes, strict=True)
+    for leaf, (width, height, first_norm, dtype) in enumerate(leaves):
+        is_short = height > 1 and width <= _SHORT_ROW
+        add = tables.add_tiles if is_short else tables.add_chunks
+        add(leaf, dtype, height=height, width=width, first_norm=first_norm)
+
+    norms = np.concatenate(tables.norms)
+    starts, stops, numbers = norms.T
     return Work(
-        _send_parts(batch, chunks),
-        _send_parts(batch, tiles),
-        _send(batch, table_of_norms),
-        len(table_of_norms),
-        sum_count,
+        _send_parts(batch, tables.chunks),
+        _send_parts(batch, tables.tiles),
+        _send(batch, norms),
+        len(norms),
+        tables.sum_count,
         bool((starts == numbers).all() and (stops - starts == 1).all()),
     )
 
 
-def _table(*columns: Any) -> Any:
+def _table(*columns: int | _Vector) -> _Vector:
     """Return integers, and vectors of them, as the columns of a table."""
     return np.stack(np.broadcast_arrays(*columns), 1).astype(np.int64)
 
 
-def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[Any]]) -> list[Part]:
+def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[_Vector]]) -> list[Part]:
     """Send the tables of each dtype as one."""
-    tables = {dtype: np.concatenate(tables) for dtype, tables in by_dtype.items()}
-    return [
-        Part(dtype, _send(batch, table), len(table))
-        for dtype, table in tables.items()
-        if len(table)
-    ]
+    parts = []
+    for dtype, tables in by_dtype.items():
+        table = np.concatenate(tables)
+        if len(table):
+            parts.append(Part(dtype, _send(batch, table), len(table)))
+    return parts
 
 
-def _send(batch: Batch, integers: Any) -> Any:
+def _send(batch: Batch, integers: _Vector | tuple[int, ...]) -> torch.Tensor:
     """Send integers to the device without a wait: from pinned memory."""
     host = torch.as_tensor(integers, dtype=torch.int64, device="cpu")
-    return host if INTERPRETED else host.pin_memory().to(batch.device, non_blocking=True)
+    if INTERPRETED:
+        return host
+    return host.pin_memory().to(batch.device, non_blocking=True)
 
 
-def _send_addresses(batch: Batch, outputs: Sequence[Any]) -> Any:
-    """Return the addresses of tensors, and behind them those of outputs, on the device.
+def _send_addresses(batch: Batch, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the addresses of tensors, followed by those of outputs, on the device.
 
     ``None`` during a capture for which no memory is reserved.
     """
     addresses = tuple(map(torch.Tensor.data_ptr, (*batch.arrays, *outputs)))
     if batch.capturing:
         return _send_addresses_of_graph(batch, addresses)
-    # Those of another stream may not be there yet.
+
+    # Addresses that were sent on another stream may not have arrived yet.
     key = addresses, batch.device, batch.stream
     sent = _addresses.get(key)
     if sent is None:
@@ -632,13 +667,14 @@ def _send_addresses(batch: Batch, outputs: Sequence[Any]) -> Any:
     return sent
 
 
-def _send_addresses_of_graph(batch: Batch, addresses: tuple[int, ...]) -> Any:
-    """Send addresses during a capture, which a graph copies from the host at each replay."""
+def _send_addresses_of_graph(batch: Batch, addresses: tuple[int, ...]) -> torch.Tensor | None:
+    """Send addresses during a capture; the graph copies them from the host at each replay."""
+    count = len(addresses)
     with _lock:
-        if not _reserved or len(_reserved[0]) < len(addresses):
+        if not _reserved or len(_reserved[0]) < count:
             return None
-        host = _reserved[0][: len(addresses)]
-        _reserved[0] = _reserved[0][len(addresses) :]
+        host = _reserved[0][:count]
+        _reserved[0] = _reserved[0][count:]
         _captured.append(host)
     host.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
     return host.to(batch.device, non_blocking=True)
@@ -656,23 +692,24 @@ def _reserve(count: int) -> None:
 
 
 class Launch(NamedTuple):
-    """A kernel, how many programs of it are started, and with what."""
+    """A kernel, the number of its programs, and their arguments."""
 
     kernel: Any
     programs: int
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
-    def variant(self, device: Any) -> Any:
-        """Return what code depends on. No kernel is specialized to the values of its arguments."""
-        leaf_info = [getattr(argument, "dtype", None) for argument in self.arguments]
-        return self.kernel.fn.__name__, device, *leaf_info, *self.constants.values()
+    def variant(self, device: torch.device) -> tuple[Any, ...]:
+        """Return a key of the compiled code, which does not depend on the values of arguments."""
+        dtypes = [getattr(argument, "dtype", None) for argument in self.arguments]
+        return self.kernel.fn.__name__, device, *dtypes, *self.constants.values()
 
     def compile(self) -> None:
         """Compile the kernel, and load it onto the device."""
-        made = self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)
+        compiled = self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)
+        # The property makes the launcher, by a C compiler.
         if not INTERPRETED:
-            made.run  # noqa: B018 - a property, which makes the launcher by a C compiler
+            compiled.run  # noqa: B018
 
     def start(self) -> None:
         """Start the kernel on the current stream."""
@@ -680,7 +717,7 @@ class Launch(NamedTuple):
 
 
 _COMPILE_ERRORS = (TritonError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
-"""What Triton raises where it cannot compile: no C compiler, no cache, a broken launcher."""
+"""The errors of Triton if it cannot compile: no C compiler, no cache, a broken launcher."""
 
 
 def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
@@ -703,8 +740,8 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 
 
 @contextmanager
-def _current_device(device: Any) -> Iterator[None]:
-    """Make a device the current one, on which Triton starts kernels."""
+def _current_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one, where Triton starts kernels."""
     if INTERPRETED or (device.type == "cuda" and torch._C._cuda_getDevice() == device.index):
         yield
         return
@@ -717,18 +754,18 @@ def _run_changes(
     rows: Rows,
     *,
     in_place: bool,
-    launches: Callable[[Work, Any, int], Sequence[Launch]],
-) -> Sequence[Any] | None:
+    launches: Callable[[Work, torch.Tensor, int], Sequence[Launch]],
+) -> Sequence[torch.Tensor] | None:
     """Run kernels that write tensors, and return these: the batch's own, or new ones.
 
-    ``launches`` makes them, given the work table, the addresses and where those of outputs begin.
-    Returns ``None`` if not all is ready. Nothing is written then.
+    ``launches`` returns the launches, given the work table, the addresses and the offset of the
+    addresses of outputs. Returns ``None``, and writes nothing, if a kernel or a table is not ready.
     """
     with _current_device(batch.device):
         work = _work_of(batch, rows)
         if work is None:
             return None
-        new: Sequence[Any] = [] if in_place else list(map(torch.empty_like, batch.arrays))
+        new: list[torch.Tensor] = [] if in_place else list(map(torch.empty_like, batch.arrays))
         addresses = _send_addresses(batch, new)
         if addresses is None:
             return None
@@ -740,11 +777,13 @@ def _run_changes(
             launch.start()
     if not in_place:
         return new
-    increment_version(batch.arrays)  # autograd does not see what kernels write
+
+    # Autograd does not see what kernels write.
+    increment_version(batch.arrays)
     return batch.arrays
 
 
-def _sum_launches(work: Work, addresses: Any, partial_sums: Any) -> list[Launch]:
+def _sum_launches(work: Work, addresses: torch.Tensor, partial_sums: torch.Tensor) -> list[Launch]:
     """Return the launches that measure all chunks."""
     return [
         Launch(
@@ -758,7 +797,7 @@ def _sum_launches(work: Work, addresses: Any, partial_sums: Any) -> list[Launch]
 
 
 def _scale_launches(
-    work: Work, addresses: Any, to_outputs: int, factors: Any, *, zero: bool
+    work: Work, addresses: torch.Tensor, to_outputs: int, factors: torch.Tensor, *, zero: bool
 ) -> list[Launch]:
     """Return the launches that multiply chunks and tiles."""
     kernels = [(scale_chunks, part, SCALE_PARAMETERS) for part in work.chunks]
@@ -774,13 +813,27 @@ def _scale_launches(
     ]
 
 
-# --- 4. What the backend calls.
+# --- 4. The backend's functions.
+
+
+class Shape(NamedTuple):
+    """The rows of tensors that share norms."""
+
+    heights: tuple[int, ...] | None
+    """The number of rows of each tensor, ``None`` if all tensors have one norm each."""
+    widths: tuple[int, ...]
+    """The length of the rows of each tensor."""
+    kept: tuple[tuple[int, ...], ...]
+    """The shape of the norms of each tensor."""
+
+
+_shapes: dict[Any, Shape | None] = {}
 
 
 def clip(
-    arrays: Sequence[Any], limit: float, *, in_place: bool
-) -> tuple[Any, Any, Sequence[Any]] | None:
-    """Clip plain dense tensors of one device by their joint norm.
+    arrays: Sequence[torch.Tensor], limit: float, *, in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]] | None:
+    """Clip regular dense tensors of one device by their joint norm.
 
     Returns norm and factor, 0-d and float32, and the tensors.
     """
@@ -789,7 +842,7 @@ def clip(
         return None
     factor_and_norm = batch.new(2, torch.float32)
 
-    def launches(work: Work, addresses: Any, to_outputs: int) -> list[Launch]:
+    def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
         partial_sums = batch.new(work.sum_count, torch.float64)
         arguments = (partial_sums, work.sum_count, limit, factor_and_norm)
         return [
@@ -806,7 +859,7 @@ def clip(
     return norm, factor, new
 
 
-def sums(backend: Any, terms: Terms) -> list[Any] | None:
+def sums(backend: Backend, terms: Terms) -> list[torch.Tensor] | None:
     """Return the sums of squares of each block's norms, in float64.
 
     ``None`` for norms along other axes than the last ones.
@@ -816,52 +869,61 @@ def sums(backend: Any, terms: Terms) -> list[Any] | None:
     if batch is None or shape is None:
         return None
 
-    heights, widths, kept = shape
-    if terms.weigh is None and heights is None:
-        norm_of_leaf = [norm for norm, count in enumerate(terms.counts) for _ in range(count)]
-        out = _run_sums(batch, Rows(widths, None, tuple(norm_of_leaf)), len(terms.counts))
+    if terms.weigh is None and shape.heights is None:
+        rows = Rows(shape.widths, None, _norm_of_leaf(terms))
+        out = _run_sums(batch, rows, len(terms.counts))
         return None if out is None else _in_blocks(terms, out)
 
-    # The sums of each leaf's rows, which are joined below.
-    ends = list(accumulate(heights or (1,) * len(widths), initial=0))
-    out = _run_sums(batch, Rows(widths, heights, tuple(ends[:-1])), ends[-1])
-    return None if out is None else _rows_in_blocks(backend, terms, heights, kept, out)
+    # The sums of each leaf's rows, which are added below.
+    lengths = shape.heights or (1,) * len(shape.widths)
+    ends = list(accumulate(lengths, initial=0))
+    out = _run_sums(batch, Rows(shape.widths, shape.heights, tuple(ends[:-1])), ends[-1])
+    return None if out is None else _rows_in_blocks(backend, terms, shape, out)
 
 
-def norms(terms: Terms) -> tuple[list[Any], list[Any]] | None:
+def norms(terms: Terms) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """Return the float32 norms of each block, and the same with NaN where they are not finite.
 
-    ``None`` where `sums` returns that, or where leaves share norms along axes.
+    ``None`` if `sums` returns that, or if leaves share norms along axes.
     """
     batch = _batch_of(terms.arrays)
     shape = None if batch is None else _as_rows(terms.arrays, terms.axes)
     if batch is None or shape is None or terms.weigh is not None:
         return None
 
-    heights, widths, kept = shape
+    heights = shape.heights
     if heights is None:
-        norm_of_leaf = [norm for norm, count in enumerate(terms.counts) for _ in range(count)]
-        rows, count = Rows(widths, None, tuple(norm_of_leaf)), len(terms.counts)
+        rows = Rows(shape.widths, None, _norm_of_leaf(terms))
+        count = len(terms.counts)
     elif len(terms.counts) == len(terms.arrays):
         ends = list(accumulate(heights, initial=0))
-        rows, count = Rows(widths, heights, tuple(ends[:-1])), ends[-1]
+        rows = Rows(shape.widths, heights, tuple(ends[:-1]))
+        count = ends[-1]
     else:
         return None
+
     out = _run_sums(batch, rows, count, roots=True)
     if out is None:
         return None
-    found = [out[:count], out[count:]]
+    measured = out[:count]
+    finite = out[count:]
     if heights is None:
-        plain, finite = [_in_blocks(terms, values) for values in found]
-    else:
-        plain, finite = [_one_leaf_each(terms, heights, kept, values) for values in found]
-    return plain, finite
+        return _in_blocks(terms, measured), _in_blocks(terms, finite)
+    return (
+        _one_leaf_each(terms, heights, shape.kept, measured),
+        _one_leaf_each(terms, heights, shape.kept, finite),
+    )
 
 
-def _run_sums(batch: Batch, rows: Rows, count: int, *, roots: bool = False) -> Any:
-    """Return sums of squares, given how many norms there are; ``None`` if not all is ready.
+def _norm_of_leaf(terms: Terms) -> tuple[int, ...]:
+    """Return the number of each leaf's norm."""
+    return tuple([norm for norm, count in enumerate(terms.counts) for _ in range(count)])
 
-    With ``roots`` return the norms, and behind them the same with NaN where they are not finite.
+
+def _run_sums(batch: Batch, rows: Rows, count: int, *, roots: bool = False) -> torch.Tensor | None:
+    """Return so many sums of squares, ``None`` if a kernel or a table is not ready.
+
+    With ``roots`` return the norms, followed by the same with NaN where they are not finite.
     """
     with _current_device(batch.device):
         work = _work_of(batch, rows)
@@ -869,19 +931,11 @@ def _run_sums(batch: Batch, rows: Rows, count: int, *, roots: bool = False) -> A
         if work is None or addresses is None:
             return None
 
-        out = batch.new(2 * count, torch.float32) if roots else batch.new(count, torch.float64)
-        if roots and not work.tiles:
-            partial_sums = batch.new(work.sum_count, torch.float64)
-            launches = _sum_launches(work, addresses, partial_sums)
-            arguments: tuple[Any, ...] = (work.norms, partial_sums, out, count)
-            launches.append(Launch(join_norms, work.norm_count, arguments, JOIN_PARAMETERS))
-        elif roots:
-            sums_of_rows = batch.new(count, torch.float64)
-            launches = _all_sum_launches(batch, work, addresses, sums_of_rows)
-            programs = triton.cdiv(count, ROOT_PARAMETERS["BLOCK"])
-            arguments = (sums_of_rows, out, count)
-            launches.append(Launch(find_norms, programs, arguments, ROOT_PARAMETERS))
+        if roots:
+            out = batch.new(2 * count, torch.float32)
+            launches = _root_launches(batch, work, addresses, out, count)
         else:
+            out = batch.new(count, torch.float64)
             launches = _all_sum_launches(batch, work, addresses, out)
         if not _compile(batch, launches):
             return None
@@ -890,15 +944,38 @@ def _run_sums(batch: Batch, rows: Rows, count: int, *, roots: bool = False) -> A
         return out
 
 
-def _all_sum_launches(batch: Batch, work: Work, addresses: Any, out: Any) -> list[Launch]:
-    """Return the launches that put the sums of squares of all norms into a vector."""
+def _root_launches(
+    batch: Batch, work: Work, addresses: torch.Tensor, out: torch.Tensor, count: int
+) -> list[Launch]:
+    """Return the launches that write norms into a vector, as `find_norms` does."""
+    # Without tiles, the kernel that adds partial sums takes the root, too.
+    if not work.tiles:
+        partial_sums = batch.new(work.sum_count, torch.float64)
+        launches = _sum_launches(work, addresses, partial_sums)
+        arguments = (work.norms, partial_sums, out, count)
+        launches.append(Launch(join_norms, work.norm_count, arguments, JOIN_PARAMETERS))
+        return launches
+
+    sums_of_rows = batch.new(count, torch.float64)
+    launches = _all_sum_launches(batch, work, addresses, sums_of_rows)
+    programs = triton.cdiv(count, ROOT_PARAMETERS["BLOCK"])
+    launches.append(Launch(find_norms, programs, (sums_of_rows, out, count), ROOT_PARAMETERS))
+    return launches
+
+
+def _all_sum_launches(
+    batch: Batch, work: Work, addresses: torch.Tensor, out: torch.Tensor
+) -> list[Launch]:
+    """Return the launches that write the sums of squares of all norms into a vector."""
     launches = []
     if work.norm_count:
+        # A norm with one partial sum needs no addition.
         partial_sums = out if work.one_chunk_each else batch.new(work.sum_count, torch.float64)
         launches += _sum_launches(work, addresses, partial_sums)
         if not work.one_chunk_each:
             arguments = (work.norms, partial_sums, out)
             launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
+
     launches += [
         Launch(
             sum_rows,
@@ -911,29 +988,29 @@ def _all_sum_launches(batch: Batch, work: Work, addresses: Any, out: Any) -> lis
     return launches
 
 
-def _in_blocks(terms: Terms, out: Any) -> list[Any]:
+def _in_blocks(terms: Terms, out: torch.Tensor) -> list[torch.Tensor]:
     """Return the sums of all norms as those of each block."""
     return [out] if len(terms.blocks) == 1 else list(out.split(terms.blocks))
 
 
 def _rows_in_blocks(
-    backend: Any, terms: Terms, heights: tuple[int, ...] | None, kept: Sequence[Any], out: Any
-) -> list[Any]:
+    backend: Backend, terms: Terms, shape: Shape, out: torch.Tensor
+) -> list[torch.Tensor]:
     """Return the sums of each block's norms, given those of each leaf's rows."""
     count = len(terms.arrays)
-    lengths = heights or (1,) * count
-    kept = kept or ((),) * count
+    lengths = shape.heights or (1,) * count
+    kept = shape.kept or ((),) * count
     if terms.weigh is not None or len(terms.counts) < count:
         rows = zip(out.split(list(lengths)), kept, strict=True)
-        return stack_terms(backend, [of_leaf.view(shape) for of_leaf, shape in rows], terms)
+        return stack_terms(backend, [of_leaf.view(axes) for of_leaf, axes in rows], terms)
     return _one_leaf_each(terms, lengths, kept, out)
 
 
 def _one_leaf_each(
-    terms: Terms, lengths: Sequence[int], kept: Sequence[Any], out: Any
-) -> list[Any]:
-    """Return the rows of each block, given those of each leaf: one leaf for each norm, and norms of
-    one shape in each block.
+    terms: Terms, lengths: Sequence[int], kept: Sequence[tuple[int, ...]], out: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the rows of each block, given those of each leaf, if each norm has one leaf, and the
+    norms of a block have one shape.
     """
     blocks = in_groups(range(len(terms.arrays)), terms.blocks)
     of_blocks = out.split([sum([lengths[leaf] for leaf in block]) for block in blocks])
@@ -943,8 +1020,8 @@ def _one_leaf_each(
     ]
 
 
-def scale(products: Products) -> Sequence[Any] | None:
-    """Return the products of plain dense tensors by a factor for each, or for each row."""
+def scale(products: Products) -> Sequence[torch.Tensor] | None:
+    """Return the products of regular dense tensors by a factor for each, or for each row."""
     arrays = products.arrays
     if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
         return None
@@ -953,25 +1030,26 @@ def scale(products: Products) -> Sequence[Any] | None:
     if batch is None or shape is None or not _are_factors(products.blocks, batch):
         return None
 
-    heights, widths, _ = shape
-    starts = list(accumulate([block.numel() for block in products.blocks], initial=0))
-    per_norm = [block.numel() // max(len(block), 1) for block in products.blocks]
-    lengths = heights or (1,) * len(arrays)
     # Norms along other axes, of an array with axes of length 1, are no rows.
+    per_norm = [block.numel() // max(len(block), 1) for block in products.blocks]
+    lengths = shape.heights or (1,) * len(arrays)
     if [per_norm[block] for block, _ in products.places] != list(lengths):
         return None
+
+    # All factors are one vector, block after block.
+    starts = list(accumulate([block.numel() for block in products.blocks], initial=0))
     places = zip(products.places, lengths, strict=True)
     first_norms = tuple([starts[block] + row * height for (block, row), height in places])
     factors = _flat(products.blocks)
 
-    def launches(work: Work, addresses: Any, to_outputs: int) -> list[Launch]:
+    def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
         return _scale_launches(work, addresses, to_outputs, factors, zero=products.zero)
 
-    rows = Rows(widths, heights, first_norms)
+    rows = Rows(shape.widths, shape.heights, first_norms)
     return _run_changes(batch, rows, in_place=products.in_place, launches=launches)
 
 
-def _are_factors(blocks: Sequence[Any], batch: Batch) -> bool:
+def _are_factors(blocks: Sequence[torch.Tensor], batch: Batch) -> bool:
     """Return whether factors are tensors of the batch's device, and of one dtype."""
     first = blocks[0]
     if not all([type(block) is torch.Tensor for block in blocks]):
@@ -979,7 +1057,7 @@ def _are_factors(blocks: Sequence[Any], batch: Batch) -> bool:
     return all([b.device == batch.device and b.dtype is first.dtype for b in blocks])
 
 
-def _flat(blocks: Sequence[Any]) -> Any:
+def _flat(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all factors as one vector."""
     if len(blocks) == 1:
         return blocks[0].reshape(-1).contiguous()
@@ -987,20 +1065,21 @@ def _flat(blocks: Sequence[Any]) -> Any:
 
 
 def bound(
-    arrays: Sequence[Any], low: float, high: float, *, in_place: bool
-) -> Sequence[Any] | None:
-    """Return plain dense tensors of one device with entries between two numbers.
+    arrays: Sequence[torch.Tensor], low: float, high: float, *, in_place: bool
+) -> Sequence[torch.Tensor] | None:
+    """Return regular dense tensors of one device, clamped between two numbers.
 
-    ``None`` for float64, as the numbers are rounded to float32.
+    ``None`` for float64, since the numbers are rounded to float32.
     """
     if not all([array.dtype in DTYPES and array.dtype is not torch.float64 for array in arrays]):
         return None
     batch = _batch_of(arrays, checked=True)
     if batch is None:
         return None
-    low, high = float(np.float32(low)), float(np.float32(high))
+    low = float(np.float32(low))
+    high = float(np.float32(high))
 
-    def launches(work: Work, addresses: Any, to_outputs: int) -> list[Launch]:
+    def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
         return [
             Launch(
                 bound_chunks,
@@ -1015,35 +1094,24 @@ def bound(
     return _run_changes(batch, rows, in_place=in_place, launches=launches)
 
 
-class Shape(NamedTuple):
-    """How the norms of tensors divide them into rows."""
-
-    heights: tuple[int, ...] | None
-    """The number of rows of each tensor, ``None`` if all tensors have one norm each."""
-    widths: tuple[int, ...]
-    """The length of the rows: entries that share a norm."""
-    kept: tuple[tuple[int, ...], ...]
-    """The shape of the norms of each tensor."""
-
-
-_shapes: dict[Any, Shape | None] = {}
-
-
-def _lengths(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of entries of each tensor."""
+def _lengths(arrays: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the number of elements of each tensor."""
     return tuple(map(torch.Tensor.numel, arrays))
 
 
-def _as_rows(arrays: Sequence[Any], axes: Sequence[Any] | None) -> Shape | None:
+def _as_rows(arrays: Sequence[torch.Tensor], axes: Sequence[Axes] | None) -> Shape | None:
     """Return tensors as rows that share a norm, ``None`` if the norms of one are no rows."""
     if axes is None:
         return Shape(None, _lengths(arrays), ())
-    in_memory = all(map(torch.Tensor.is_contiguous, arrays))
+
+    # The rows of contiguous tensors depend only on shapes and axes.
+    are_contiguous = all(map(torch.Tensor.is_contiguous, arrays))
     key = tuple([array.shape for array in arrays]), tuple(axes)
-    if in_memory and key in _shapes:
+    if are_contiguous and key in _shapes:
         return _shapes[key]
+
     shape = _find_rows(arrays, axes)
-    if in_memory:
+    if are_contiguous:
         with _lock:
             if len(_shapes) >= _CACHE_SIZE:
                 _shapes.clear()
@@ -1051,24 +1119,23 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any] | None) -> Shape | None:
     return shape
 
 
-def _find_rows(arrays: Sequence[Any], axes: Sequence[Any]) -> Shape | None:
-    """Return what `_as_rows` does, and keeps."""
-    heights = []
+def _find_rows(arrays: Sequence[torch.Tensor], axes: Sequence[Axes]) -> Shape | None:
+    """Compute the result of `_as_rows`."""
+    heights: list[int] = []
+    widths: list[int] = []
+    kept: list[tuple[int, ...]] = []
     for array, along in zip(arrays, axes, strict=True):
         if along is None or len(along) == array.ndim:
             heights.append(1)
+            widths.append(array.numel())
+            kept.append(())
             continue
+
         is_rows = along == tuple(range(1, array.ndim)) and array.is_contiguous()
         if not is_rows or (not along and array.numel() > _LONG_VECTOR):
             return None
-        heights.append(array.shape[0])
-    widths = [
-        array.numel() // max(height, 1) for array, height in zip(arrays, heights, strict=True)
-    ]
-    kept = [_kept_shape(array, along) for array, along in zip(arrays, axes, strict=True)]
+        height = array.shape[0]
+        heights.append(height)
+        widths.append(array.numel() // max(height, 1))
+        kept.append((height,))
     return Shape(tuple(heights) if any(kept) else None, tuple(widths), tuple(kept))
-
-
-def _kept_shape(array: Any, along: Any) -> tuple[int, ...]:
-    """Return the shape of the norms of a tensor, all entries or rows of which have one."""
-    return () if along is None or len(along) == array.ndim else (array.shape[0],)
