@@ -495,7 +495,7 @@ def _add_collectives(
         if plan.collectives.divided and rule.stateful:
             msg = (
                 f"{summarize(rule)} keeps norms along axes as its state, and some of these axes "
-                "are divided among processes, so that the state would differ from process to process; "
+                "are sharded, so that the state would differ from process to process; "
                 "take a scope of whole leaves, such as uc.scopes.each_leaf, or a stateless limit"
             )
             raise ValueError(msg)
