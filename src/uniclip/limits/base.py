@@ -101,7 +101,7 @@ class Context:
         self.present: Flags | None = None if present is None else present[number]
         """For each row, whether some process has a gradient of its group.
 
-        ``None`` if `absent` has the same for this process alone.
+        ``None`` in a single process, for which `absent` is enough.
         """
         self.absent: Sequence[bool] = block.absent if present is None else ()
         """For each row, whether all gradients of its group are absent and its norm is 0;
@@ -283,9 +283,9 @@ class Limit:
 
     Norms of any shape may come as one vector then, which takes less time on an accelerator."""
     in_range: ClassVar[bool] = False
-    """Whether limits and thresholds are numbers of the norms' dtype, and never ∞.
+    """Whether limits and thresholds are always finite numbers of the norms' dtype.
 
-    Others are brought into its range, which takes an operation."""
+    Others are clipped to its range, which takes an operation."""
     groups: ClassVar[Sequence[Any]] = ()
     """The labels of groups that the limit names, which have a norm in every process."""
 

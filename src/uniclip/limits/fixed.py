@@ -144,7 +144,7 @@ class Relative(BuiltIn):
             self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps)
         )
 
-        # The shapes of norms are known at a step.
+        # The shapes of norms are not known before a step.
         is_array = self.counts is None or hasattr(self.counts, "shape")
         check("counts", self.counts, is_array, "an array, one number for each norm")
 

@@ -156,7 +156,7 @@ class ZScore(StatefulLimit):
         new_mean = mean + move
 
         # The published rule uses the deviation from the new mean, `change - move`. In the warm-up
-        # this is the plain variance.
+        # this is the usual variance.
         total = variance + move * xp.where(is_warm, change - move, change)
         new_variance = total - total / divisor
         if self.skip_update_on_spike:

@@ -525,7 +525,7 @@ class _Torch(dtensor.Distributed):
             double=all([array.device.type != "mps" for array in arrays]),
         )
 
-    def mode(self, leaf_info: LeafInfo, beside: Tree = ()) -> int:
+    def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         if leaf_info.traced or tracing():
             return TRACED
         if (leaf_info.records and torch.is_grad_enabled()) or in_forward_mode():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Constant vectors on accelerators: sent once, and kept with the stream that they were sent on.
+"""A cache of constant vectors on accelerators, with the stream that each was sent on.
 
 The sizes of norms, the limits of groups and the flags of absent gradients are the same at every
-step. Each is found again by its values, so nobody else has to keep it. It is not for values that
-change, which `uniclip.backends.torch.fast_path.move` sends.
+step. The key is the values, so that callers store nothing. It is not for values that change:
+`uniclip.backends.torch.fast_path.move` sends these.
 
-A CUDA graph that was captured with a constant reads it at each replay, so it is never let go.
+A CUDA graph that was captured with a constant reads it at each replay, so it is never freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uniclip.backends.torch.fast_path import ACCELERATORS, move
 from uniclip.backends.torch.modes import in_forward_mode, tracing
 
 if TYPE_CHECKING:
-    import numpy as np
+    from uniclip.backends.base import View
 
 _CACHE_SIZE = 256
 _LARGEST = 2**18
@@ -27,7 +27,7 @@ _LARGEST = 2**18
 
 
 class _Sent(NamedTuple):
-    """A constant, the stream that it was sent on, and the event after which it is there."""
+    """A constant, the stream that it was sent on, and the event after which it has arrived."""
 
     tensor: torch.Tensor
     stream: Any
@@ -36,11 +36,11 @@ class _Sent(NamedTuple):
 
 _sent: dict[Any, _Sent] = {}
 _captured: list[torch.Tensor] = []
-"""What captured graphs read."""
+"""The constants that captured graphs read."""
 _lock = threading.Lock()
 
 
-def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
+def constant(array: View, device: torch.device) -> torch.Tensor:
     """Return a NumPy array, which must not be written, as a tensor on a device."""
     is_kept = device.type in ACCELERATORS and 0 < array.nbytes <= _LARGEST
     if not is_kept or tracing() or in_forward_mode():
@@ -51,7 +51,7 @@ def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if sent is None:
             return _send(array, device)
-        # A capture begins after all that was sent is there.
+        # A capture begins after all transfers have finished.
         _captured.append(sent.tensor)
         return sent.tensor
 
@@ -66,13 +66,16 @@ def constant(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
                 _sent.clear()
             _sent[key] = _Sent(tensor, stream, event)
         return tensor
+
+    # Another stream may read the constant only after it has arrived.
     if sent.stream != stream:
         stream.wait_event(sent.event)
         sent.tensor.record_stream(stream)
     return sent.tensor
 
 
-def _send(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
-    """Return a copy of an array on a device; PyTorch warns of memory that cannot be written."""
-    sent: torch.Tensor = move(torch.as_tensor(array.copy(), device="cpu"), device)
-    return sent
+def _send(array: View, device: torch.device) -> torch.Tensor:
+    """Return a copy of an array on a device."""
+    # PyTorch warns of memory that cannot be written.
+    writable = array.copy()
+    return move(torch.as_tensor(writable, device="cpu"), device)

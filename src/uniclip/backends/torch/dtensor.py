@@ -356,18 +356,18 @@ class _Weighted(torch.autograd.Function):  # type: ignore[misc]
         return _Weighted.apply(slope, *ctx.weights), None, None
 
 
-class Distributed(Backend):
+class Distributed(Backend[torch.Tensor]):
     """The hooks for distributed tensors and process groups."""
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
-    def to_device_of(self, other: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    def to_device_of(self, like: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
         if is_dtensor(array):
             return array
 
-        array = move(array, other.device)
-        if is_dtensor(other):
-            return _replicate(other.device_mesh, array)
+        array = move(array, like.device)
+        if is_dtensor(like):
+            return _replicate(like.device_mesh, array)
         return array
 
     def reducer(self, all_reduce: object) -> Reduce | None:

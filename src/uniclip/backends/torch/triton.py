@@ -107,8 +107,8 @@ def _row_of_program(table, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _aligned(address, DTYPE: tl.constexpr):
-    # A thread takes 16 bytes at a time if the compiler is told that it can. The hint belongs to an
-    # operation, here the cast: it must not be shared with code for other addresses.
+    # A thread reads 16 bytes at a time if the compiler can assume that they are aligned. The hint
+    # belongs to an operation, here the cast: it must not be shared with code for other addresses.
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
