@@ -48,7 +48,7 @@ def run_fast_path(
     if rule.nonfinite == "raise":
         for leaf in leaves:
             if leaf is not None:
-                if not backend.fast_path_reads(leaf):
+                if not backend.readable(leaf):
                     return None
                 break
     return backend.fast_path(leaves, limit, in_place=step.in_place)

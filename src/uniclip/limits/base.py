@@ -179,7 +179,7 @@ class Context:
             dtype = self.norms.dtype
         return self._backend.to_device_of(self.norms, self.xp.asarray(value, dtype=dtype))
 
-    def constant(self, values: Sequence[float]) -> Tensor:
+    def constant(self, values: Sequence[float] | np.ndarray[Any, Any]) -> Tensor:
         """Return numbers that are the same at every step as a vector in the dtype of the norms, on
         their device; it must not be written.
         """
@@ -192,14 +192,6 @@ class Context:
         # An accelerator gets a constant once, and then it is found by its values.
         on_device = backend.constant(array, backend.device(norms))
         return backend.to_device_of(norms, on_device)
-
-    def arange(self, count: int, dtype: DType | None = None) -> Tensor:
-        """Return the numbers from 0 to below ``count`` as a vector on the device of the norms,
-        in their dtype unless ``dtype`` is given.
-        """
-        if dtype is None:
-            dtype = self.norms.dtype
-        return self._backend.arange(count, dtype, self.norms)
 
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
 from uniclip._types import DType, Limits, Namespace, Norms, Tensor
+from uniclip.backends.base import cast
 from uniclip.limits.base import Context, StatefulLimit, align, push, zero_counts, zeros
 
 _Host: TypeAlias = np.ndarray[Any, Any]
@@ -166,7 +167,8 @@ class PercentileOfAll(StatefulLimit):
         # A norm of 0 has no logarithm, and is in the first bin.
         positive = norms > 0
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
-        bin_numbers = align(xp, xp.reshape(context.arange(bins), (1, bins)), state.below)
+        bin_numbers = xp.reshape(context.constant(np.arange(bins)), (1, bins))
+        bin_numbers = align(xp, bin_numbers, state.below)
         is_below = xp.expand_dims(log, axis=1) <= first + self.step * bin_numbers
         below = state.below + xp.astype(is_below, xp.int32)
 
@@ -337,7 +339,8 @@ def _interpolate(context: Context, history: Tensor, present: Tensor, position: T
     ascending = xp.sort(history, axis=1)
 
     # Missing norms are -1, so they come first, and have negative ranks.
-    numbers = xp.reshape(context.arange(window, dtype) - window, (1, window))
+    numbers = cast(xp, context.constant(np.arange(-window, 0)), dtype)
+    numbers = xp.reshape(numbers, (1, window))
     ranks = numbers + xp.reshape(present, (-1, 1))
     distance = xp.abs(ranks - xp.reshape(position, (-1, 1)))
     weights = align(xp, xp.clip(1 - distance, 0.0, None), ascending)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -493,7 +492,6 @@ class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
     fast_path = staticmethod(fast_path)
-    fast_path_reads = staticmethod(attrgetter("is_cpu"))  # type: ignore[assignment]
     bound = staticmethod(bound)
 
     def signature(self, leaves: list[Any]) -> tuple[Hashable, ...] | None:
@@ -546,12 +544,6 @@ class _Torch(dtensor.Distributed):
         if array.is_cpu or array.device.type != "cuda":
             return False
         return bool(torch.cuda.is_current_stream_capturing())
-
-    def arange(self, count: int, dtype: torch.dtype, like: Array) -> Array:
-        if tracing() or is_dtensor(like):
-            return super().arange(count, dtype, like)
-        # A copy from the host could not be a part of a CUDA graph.
-        return torch.arange(count, dtype=dtype, device=like.device)
 
     def from_host(self, array: View, device: Device) -> Array:
         # A copy, since some of NumPy's arrays are read-only.
