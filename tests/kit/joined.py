@@ -150,7 +150,7 @@ def other_values() -> None:
         ):
             same(whole(uc.clip(grads, rule, theirs)[0]), wanted)
     for rule in (uc.spam(), uc.Rule(Shared(), scope=uc.scopes.unit())):
-        with pytest.raises(ValueError, match=r"divided.*each_leaf"):
+        with pytest.raises(ValueError, match=r"sharded.*each_leaf"):
             uc.Clipper(rule)(on(full, one))
 
 
