@@ -184,6 +184,7 @@ def clip_and_sum(
         if any([isinstance(inner, Masked) for inner in walk_rules(rule)]):
             msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
         raise TypeError(msg)
+
     update = "clipped, state, report = rule.update(grads, state), and add up what is clipped"
     _check_stateless(rule, update)
 
