@@ -174,10 +174,8 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
         if number in wrapped and number not in repeated and number not in zeroed:
             targets[number] = _target_of(wrapped[number], single=products.is_single(row))
 
-    for number in zeroed:
-        if number not in again:
-            backend.write(targets[number], _second, tree.arrays[number])
-
+    for number in [n for n in zeroed if n not in again]:
+        backend.write(targets[number], _second, tree.arrays[number])
     # The products keep the order of blocks, so that those of one block are multiplied together.
     rows = [row for row, number in enumerate(numbers) if number not in again]
     if rows:

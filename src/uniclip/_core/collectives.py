@@ -246,13 +246,9 @@ class Collectives:
         self.divided = False
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
         for by_leaf in shards:
-            groups: list[Any] = []
-            for number, axes in enumerate(plan.axes):
-                shard = by_leaf.get(number)
-                groups.append(shard and shard.shard_groups(axes))
-                self.divided = self.divided or bool(shard and shard.divided(axes))
-
-            self._shard_groups.append(groups)
+            of_leaves = [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
+            self._shard_groups.append([s and s.shard_groups(axes) for s, axes in of_leaves])
+            self.divided |= any([s is not None and s.divided(axes) for s, axes in of_leaves])
 
         self.mesh_groups = _cover_meshes(shards, compiled=plan.math.compiled)
         """As few groups of processes as cover all that hold shards.
@@ -580,25 +576,22 @@ def reduce_payload(
     if not arrays:
         return []
     backend = math_.library
-    xp = math_.library.xp
-    numpys = [isinstance(array, (float, *NUMPY)) for array in arrays]
-    if math_.host and all(numpys):
-        local: list[Any] = [np.asarray(array) for array in arrays]
+    xp: Any = math_.library.xp
+    local = [np.asarray(x) if isinstance(x, (float, *NUMPY)) else x for x in arrays]
+    if math_.host and all([isinstance(array, np.ndarray) for array in local]):
         joined = np.concatenate([array.ravel() for array in local])
         vector = math_.to_library(joined.astype(np.float64, copy=False))
     else:
-        local = list(arrays)
-        for number, is_numpy in enumerate(numpys):
-            if is_numpy:
-                local[number] = math_.to_library(np.asarray(arrays[number]))
-
+        local = [math_.to_library(array) for array in local]
         # XLA makes one reduction of many.
         if math_.separate:
             wide = [cast(xp, array, math_.sum_dtype) for array in local]
             return [_reduce(math_, array, op, reduction) for array in wide]
 
-        here = [backend.to_device_of(local[0], array) for array in local]
-        flat = [xp.reshape(cast(xp, array, math_.sum_dtype), (-1,)) for array in here]
+        flat = []
+        for array in local:
+            here = backend.to_device_of(local[0], array)
+            flat.append(xp.reshape(cast(xp, here, math_.sum_dtype), (-1,)))
         vector = xp.concat(flat, axis=0)
 
     # One reduction costs a latency; a longer vector costs next to nothing.

@@ -70,13 +70,7 @@ def _ask_limit(
         _check_state(rule, plan, state)
         states = [state] if len(norms) == 1 else state
 
-    divided = plan.collectives is not None and plan.collectives.divided
-    backend = plan.math.backend
-    blocks = plan.norm_blocks
-    contexts = [
-        Context(backend, blocks, measured, number, limit.needs, divided=divided)
-        for number in range(len(norms))
-    ]
+    contexts = _make_contexts(plan, measured, limit.needs)
     answers = [
         _ask_about_block(rule, plan, context, old)
         for context, old in zip(contexts, states, strict=True)
@@ -95,6 +89,17 @@ def _ask_limit(
         ]
 
     return limits, thresholds, _join_states(limit, state, states, [new for _, new in answers])
+
+
+def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> list[Context]:
+    """Return what the limit may use beside the norms of each block."""
+    backend = plan.math.backend
+    blocks = plan.norm_blocks
+    divided = plan.collectives is not None and plan.collectives.divided
+    return [
+        Context(backend, blocks, measured, number, needs, divided=divided)
+        for number in range(len(blocks))
+    ]
 
 
 def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: list[Any]) -> Any:

@@ -30,6 +30,17 @@ from uniclip.backends.base import (
 )
 
 
+def _norm_dtypes(leaf_info: LeafInfo, *, narrow: bool) -> tuple[Any, Any]:
+    """Return the dtypes of norms, of the library and of NumPy."""
+    # Processes with float32 gradients follow those with float64.
+    xp = leaf_info.backend.xp
+    dtype = leaf_info.dtype
+    if leaf_info.narrow and not narrow:
+        dtype = xp.float64
+    numpys = {xp.float32: np.float32, xp.float64: np.float64}
+    return dtype, numpys.get(dtype, dtype)
+
+
 class NormSpace:
     """The library, dtype and device of a plan's norms, and the operations on norms that depend on
     them, whatever leaves they are of.
@@ -63,12 +74,7 @@ class NormSpace:
         xp = library.xp
         self.sum_dtype: DType = xp.float64 if self.double else xp.float32
         """The dtype of sums, of the library."""
-        dtype = leaf_info.dtype
-        if leaf_info.narrow and not narrow:
-            dtype = xp.float64
-        # Processes with float32 gradients follow those with float64.
-        numpys = {xp.float32: np.float32, xp.float64: np.float64}
-        self.dtypes: tuple[Any, Any] = (dtype, numpys.get(dtype, dtype))
+        self.dtypes = _norm_dtypes(leaf_info, narrow=narrow)
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""

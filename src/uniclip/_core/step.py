@@ -184,10 +184,8 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
 def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree]:
     """Return the gradients, and the parameters if the limit needs them."""
     # A loss that is reduced already was checked before.
-    if not isinstance(step.loss, Loss):
-        check_step_arguments(step.loss, step.params)
-    else:
-        check_step_arguments(None, step.params)
+    loss = None if isinstance(step.loss, Loss) else step.loss
+    check_step_arguments(loss, step.params)
     raise_if_kept_axes(rule.scope, step.all_reduce)
     tree, params = with_params(rule, with_reduced_library(tree, step.all_reduce), step)
     return [tree] if params is None else [tree, params]
