@@ -223,6 +223,7 @@ class Clipper:
         >>> logs["clip/norm"], logs["clip/share"], logs["clip/norm_max"]
         (1.0, 0.5, 5.0)
         """
+        # Nothing is kept for a clipper whose logs nobody reads.
         if self._window is None:
             self._window = _Window()
             if self.report is not None:
@@ -283,6 +284,7 @@ class Clipper:
             self._last = _Last()
             return
 
+        # Without a state yet, the first step knows the leaves and the framework.
         loaded = from_saved(saved, self.rule)
         if self.state is None:
             self._last = _Last(loaded=loaded)
@@ -486,6 +488,7 @@ class _Window:
         if not report_outlives(report):
             return
         with self._lock:
+            # A run that is logged seldom would keep the arrays of all its steps.
             self._waiting.append(report)
             if len(self._waiting) >= MAX_PENDING_REPORTS:
                 self._fold()

@@ -195,7 +195,10 @@ class Report:
         return iter([getattr(self, name) for name in FIELDS])
 
 
-class FilledReport(NamedTuple("Fields", [(name, Any) for name in FIELDS]), Report):  # type: ignore[misc]
+_FIELDS = [(name, Any) for name in FIELDS]
+
+
+class FilledReport(NamedTuple("Fields", _FIELDS), Report):  # type: ignore[misc]
     """A report of fields, which every framework's functions on trees can open and return."""
 
     __slots__ = ()
@@ -334,7 +337,8 @@ def _open(report: LazyReport) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
     return tuple(report), None, FIELDS
 
 
-optree.register_pytree_node(LazyReport, _open, _rebuild, namespace=EVERYWHERE)  # type: ignore[arg-type]
+_node: Any = (LazyReport, _open, _rebuild)
+optree.register_pytree_node(*_node, namespace=EVERYWHERE)
 NODES.append((LazyReport, FIELDS, _rebuild))
 
 
@@ -399,6 +403,7 @@ def report_of(values: StepValues) -> Report:
     """Return the report of a step; of compiled code one that is filled,
     unless its compiler opens lazy ones.
     """
+    # What compiled code returns must be a container that its compiler opens.
     report = LazyReport(values)
     math_ = values.plan.math
     if math_.compiled and not math_.library.opens_nodes:
@@ -412,6 +417,7 @@ def without_skip(report: Report) -> Report:
         return ChainReport(tuple(map(without_skip, report.rules)))
     if isinstance(report, LazyReport):
         return report.without_skip()
+    # A report of a user's class has fields, too.
     fields = {name: getattr(report, name) for name in FIELDS}
     return FilledReport(**{**fields, "skipped": None})
 
@@ -507,6 +513,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
 
     Those of the host as copies.
     """
+    # A host waits for its device once, not for each array.
     moved = list(arrays)
     by_class: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):

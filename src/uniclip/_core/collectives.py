@@ -337,6 +337,7 @@ class Collectives:
             for row, value in of_group.items():
                 addends[row].append(value)
 
+        # The leaves of a norm may be reduced by several groups, and by none.
         totals = [plan.math.add(of_norm, op) for of_norm in addends]
         blocks = [plan.math.stack(list(b)) for b in in_groups(totals, plan.heights * len(sums))]
         count = len(trees) * len(plan.blocks)

@@ -159,6 +159,7 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
         )
         raise TypeError(msg)
 
+    # A curve that amplifies may leave the range of a leaf's dtype, where ∞ · 0 would be NaN.
     factors = xp.asarray(factors, dtype=norms.dtype)
     if never_amplifies(curve):
         return factors

@@ -397,6 +397,7 @@ def _sum_powers(
     units: list[Any] | None = None,
 ) -> list[Any]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree."""
+    # The units of all trees lie one after the other, as their norms do.
     terms = []
     for number, tree in enumerate(trees):
         of_tree = None
@@ -419,6 +420,7 @@ def _sum_powers(
 
 def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Tensor] | None) -> Terms:
     """Return what is added up of a tree; a norm without gradients is that of a zero."""
+    # The order marks a norm without gradients by -1: the last of the leaves, which is that zero.
     leaves = tree.arrays
     if -1 in plan.order:
         leaves = [*leaves, plan.math.zero_like(tree.first)]

@@ -274,6 +274,7 @@ class Plan:
         """Return a value for each group in the scope's form: a tree, a dict by label,
         or a single value.
         """
+        # An index of a vector keeps NumPy's scalars, as reports have them.
         if self.scope.label is everything:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
         rows = self.by_label(blocks)
@@ -429,6 +430,7 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
     """Return a key that must be equal for norms with axes to be stacked,
     ``None`` if they must not be.
     """
+    # Arrays that are sharded or traced are not stacked: that would move them.
     backend = tree.backend
     array = tree.arrays[number]
     if axes is None or not backend.stacks(array):

@@ -44,6 +44,7 @@ def count_entries(plan: Plan, tree: OpenedTree) -> list[Tensor]:
 
     Entries that several processes hold are divided among them, so that they add up to their number.
     """
+    # A norm without gradients has no leaf, which the order marks by -1.
     counts = {}
     for number in plan.order:
         if number >= 0:
@@ -99,6 +100,7 @@ def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> 
     of_groups = [[counts[number] for number in group] for group in block.groups]
     shape = (len(of_groups), *(1,) * (block.kept or 0))
     if all([isinstance(count, (int, float)) for group in of_groups for count in group]):
+        # Counted in float64: float32 holds no number of entries above 16 million exactly.
         totals = np.asarray([sum(group) for group in of_groups], np.float64)
         return np.reshape(totals, shape)
 

@@ -229,7 +229,7 @@ def find_mode(
     return HOST if all([_is_viewable(backend, value) for value in read]) else LIBRARY
 
 
-def _is_viewable(backend: Backend, value: Any) -> bool:
+def _is_viewable(backend: Backend, value: object) -> bool:
     """Return whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
@@ -301,7 +301,7 @@ def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
     return tree._replace(arrays=arrays)
 
 
-def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
+def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (
@@ -332,7 +332,7 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
     raise NonFiniteError(f"{msg} and {more} more" if more > 0 else msg)
 
 
-def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
+def state_where(flag: Flags, new: Any, old: Any, *, expected: bool = True) -> Any:
     """Return the new state if a flag is as expected, else the old one,
     on the device of the new one.
     """

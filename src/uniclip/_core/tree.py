@@ -277,7 +277,8 @@ def flatten_known(tree: Tree) -> tuple[list[Leaf], Spec]:
         tell_compilers()
     if isinstance(tree, Flat):
         return tree
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type]
+    any_tree: Any = tree
+    return optree.tree_flatten(any_tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
@@ -714,6 +715,7 @@ def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> Opened
         norms of their own.
     """
     _check_params(tree, params)
+    # A parameter without gradient has no part in this step.
     arrays = list(params.arrays)
     for number, leaf in enumerate(tree.leaves):
         if leaf is None:
