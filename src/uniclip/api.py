@@ -184,6 +184,7 @@ def clip_and_sum(
         if any([isinstance(inner, Masked) for inner in walk_rules(rule)]):
             msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
         raise TypeError(msg)
+
     update = "clipped, state, report = rule.update(grads, state), and add up what is clipped"
     _check_stateless(rule, update)
 
@@ -262,6 +263,7 @@ def clip_by_norm(
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
+    # A rule is not made at each call: its plans are kept with it.
     rule = _rule_of_order(_EACH, ord) if axis is None else None
     if rule is None:
         rule = by_norm(1.0, axis=axis, ord=ord)
@@ -344,6 +346,7 @@ def clip_by_global_norm(
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
+    # The usual arguments are one object, which is not made at each call.
     step = _USUAL
     if norm is not None:
         step = Step(norm=real("norm", norm, "a number or a 0-d array"))

@@ -223,10 +223,12 @@ class Clipper:
         >>> logs["clip/norm"], logs["clip/share"], logs["clip/norm_max"]
         (1.0, 0.5, 5.0)
         """
+        # Nothing is kept for a clipper whose logs nobody reads.
         if self._window is None:
             self._window = _Window()
             if self.report is not None:
                 self._window.add(self.report)
+
         return self._window.read()
 
     def state_dict(self, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
@@ -281,6 +283,8 @@ class Clipper:
         if not saved:
             self._last = _Last()
             return
+
+        # Without a state yet, the first step knows the leaves and the framework.
         loaded = from_saved(saved, self.rule)
         if self.state is None:
             self._last = _Last(loaded=loaded)
@@ -300,6 +304,7 @@ class Clipper:
         renamed : mapping
             The new names of leaves that have others now, ``""`` for those that never come back.
         """
+        # A new state for the new leaves, into which the rows of those that stay go by name.
         before = self._last
         self.init(grads)
         if before.state is not None and before.leaves is not None:
@@ -311,6 +316,7 @@ class Clipper:
                 for of_rule in rows.leaves or ()
             ]
             self._last = self._with_rows(rows._replace(leaves=leaves))[0]
+
         self._last = self._last._replace(report=before.report)
 
     def look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
@@ -327,6 +333,7 @@ class Clipper:
             last = self._last._replace(state=state, report=None, kept=None)
         else:
             last, missing = self._with_rows(loaded)
+
         return partial(setattr, self, "_last", last), missing
 
     def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
@@ -359,6 +366,7 @@ class Clipper:
         state = last.state
         leaves = last.leaves
         spec = last.spec
+        # Usual steps are not flattened here: only a state with rows by leaf needs a look at them.
         looks_at_leaves = rule.stateful and labelled(rule)
         if state is None or looks_at_leaves or (self.record is not None and self.record.leaves):
             grads = flatten(grads)
@@ -368,6 +376,7 @@ class Clipper:
                 report = Report()
                 self._last = last._replace(report=report)
                 return grads.unflatten(), report
+
             if rule.stateful and not has_gradients and step.params is None and state is None:
                 raise ValueError(_describe_nothing(grads))
             leaves, spec = self._check_leaves(grads, step)
@@ -406,6 +415,7 @@ class Clipper:
             before = labels_of(last.leaves)
             now = labels_of(leaves)
             raise ValueError(_describe_others(self.rule, before, now))
+
         return leaves, flat.spec
 
     def hold_report(self, report: Report) -> None:
@@ -440,6 +450,7 @@ class Clipper:
             why = (
                 f"a norm of {norm:.3g} is above its bound: raise the bound if such norms are usual"
             )
+
         msg = (
             f"{MANY_SKIPPED} steps in a row were skipped by {summarize(self.rule)}, and nothing is "
             f"learned in them; {why}"
@@ -477,12 +488,14 @@ class _Window:
         if not report_outlives(report):
             return
         with self._lock:
+            # A run that is logged seldom would keep the arrays of all its steps.
             self._waiting.append(report)
             if len(self._waiting) >= MAX_PENDING_REPORTS:
                 self._fold()
 
     def _fold(self) -> None:
         """Add up the reports that wait."""
+        # Their arrays are read from the device together.
         waiting = self._waiting
         self._waiting = []
         for report in read_arrays(waiting):
@@ -490,6 +503,7 @@ class _Window:
             for name in AVERAGED:
                 if name in last:
                     self._sums[name] = self._sums.get(name, 0.0) + last[name]
+
             self._count += 1
             norm = last.get(NORM, math.nan)
             if math.isfinite(norm) and not norm <= self._largest:

@@ -19,6 +19,7 @@ from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no publ
 from uniclip._core.plan import Plan
 from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import summarize
+from uniclip._types import Flags, Tree
 from uniclip.backends import MET, Backend, backend_of, library_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 
@@ -181,6 +182,7 @@ class Report:
             words.append(f"clipped {percent} %")
         else:
             words.append("clipped" if share else "not clipped")
+
         words.append("finite" if bool(np.all(finite)) else "not finite")
         return ", ".join(words)
 
@@ -193,7 +195,10 @@ class Report:
         return iter([getattr(self, name) for name in FIELDS])
 
 
-class FilledReport(NamedTuple("Fields", [(name, Any) for name in FIELDS]), Report):  # type: ignore[misc]
+_FIELDS = [(name, Any) for name in FIELDS]
+
+
+class FilledReport(NamedTuple("Fields", _FIELDS), Report):  # type: ignore[misc]
     """A report of fields, which every framework's functions on trees can open and return."""
 
     __slots__ = ()
@@ -249,6 +254,7 @@ class LazyReport(Report):
 
         Most are made without the fields.
         """
+        # Without the fields, which would have to be arranged as trees first.
         values = self.values
         if values is None:
             return super().scalars()
@@ -306,6 +312,7 @@ def _arrange(values: StepValues, name: str) -> Any:
     if name == "clipped":
         same = math_.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
         return math_.to_library(xp.logical_not(same))
+
     if name == "finite":
         return math_.to_library(math_.finite(values.norms, values.entries_finite))
 
@@ -325,12 +332,13 @@ def _rebuild(_: None, fields: Iterable[Any]) -> LazyReport:
     return LazyReport(None, fields)
 
 
-def _open(report: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+def _open(report: LazyReport) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
     """Return the fields of a lazy report and their names."""
     return tuple(report), None, FIELDS
 
 
-optree.register_pytree_node(LazyReport, _open, _rebuild, namespace=EVERYWHERE)  # type: ignore[arg-type]
+_node: Any = (LazyReport, _open, _rebuild)
+optree.register_pytree_node(*_node, namespace=EVERYWHERE)
 NODES.append((LazyReport, FIELDS, _rebuild))
 
 
@@ -373,6 +381,7 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
             backend = library_of(share)
             with backend.computation_context(share):
                 joined[SKIPPED] = backend.xp.asarray(skipped, dtype=share.dtype)
+
         return joined
 
     def __str__(self) -> str:
@@ -394,6 +403,7 @@ def report_of(values: StepValues) -> Report:
     """Return the report of a step; of compiled code one that is filled,
     unless its compiler opens lazy ones.
     """
+    # What compiled code returns must be a container that its compiler opens.
     report = LazyReport(values)
     math_ = values.plan.math
     if math_.compiled and not math_.library.opens_nodes:
@@ -401,17 +411,18 @@ def report_of(values: StepValues) -> Report:
     return report
 
 
-def without_skip(report: Any) -> Report:
+def without_skip(report: Report) -> Report:
     """Return a report without ``skipped``, of a rule whose other leaves take their step."""
     if isinstance(report, ChainReport):
         return ChainReport(tuple(map(without_skip, report.rules)))
     if isinstance(report, LazyReport):
         return report.without_skip()
+    # A report of a user's class has fields, too.
     fields = {name: getattr(report, name) for name in FIELDS}
     return FilledReport(**{**fields, "skipped": None})
 
 
-def report_outlives(report: Any) -> bool:
+def report_outlives(report: Report) -> bool:
     """Return whether a report may outlive the running code; nothing is arranged."""
     if isinstance(report, ChainReport):
         return all(map(report_outlives, report.rules))
@@ -421,7 +432,7 @@ def report_outlives(report: Any) -> bool:
     return outlives(optree.tree_leaves(fields))
 
 
-def was_skipped(report: Any) -> bool:
+def was_skipped(report: Report) -> bool:
     """Return whether a step was skipped, if the host reads that at no cost; nothing is arranged."""
     if isinstance(report, ChainReport):
         return any(map(was_skipped, report.rules))
@@ -434,14 +445,14 @@ def was_skipped(report: Any) -> bool:
     return (math_.host or math_.library.readable(skipped)) and bool(skipped)
 
 
-def keep_arrays(tree: Any) -> Any:
+def keep_arrays(tree: Tree) -> Any:
     """Return a tree of reports and small arrays to read later,
     copied where they may be overwritten.
     """
     return _move_arrays(tree, "to_keep")
 
 
-def read_arrays(tree: Any) -> Any:
+def read_arrays(tree: Tree) -> Any:
     """Return a tree of reports and small arrays with NumPy's in their places,
     those of a library read together.
     """
@@ -468,6 +479,7 @@ def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
     no report is arranged.
     """
     # The arrays of all reports are moved together, without their plans.
+    # A report is a leaf here: its fields are not arranged.
     parts, outer = optree.tree_flatten(tree, is_leaf=has_values, namespace=NAMESPACE)
     opened: Any = list(map(_take_apart, parts))
     arrays, inner = optree.tree_flatten(opened, namespace=NAMESPACE)
@@ -478,6 +490,7 @@ def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
             if hook == "to_host":
                 plan = plan.in_numpy()
             moved[number] = LazyReport(moved[number]._replace(plan=plan))
+
     return outer.unflatten(moved)
 
 
@@ -491,6 +504,7 @@ def backend_in(tree: Any) -> Backend | None:
         backend = backend_of(part)
         if backend is not None:
             return backend
+
     return None
 
 
@@ -499,6 +513,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
 
     Those of the host as copies.
     """
+    # A host waits for its device once, not for each array.
     moved = list(arrays)
     by_class: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):
@@ -506,6 +521,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
             moved[number] = np.array(array)
         elif not isinstance(array, (float, int)):
             by_class.setdefault(type(array), []).append(number)
+
     for numbers in by_class.values():
         alike = [arrays[number] for number in numbers]
         # A flag is no gradient: `backend_of` finds its library, and says that it is none.
@@ -514,15 +530,18 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
         if backend is None:
             msg = f"a report holds {summarize(alike[0])}, which is no array"
             raise TypeError(msg)
+
         if any(map(backend.traced, alike)):
             msg = (
                 "inside of code that is compiled there are no values to read: return the report, "
                 "and use it outside"
             )
             raise TypeError(msg)
+
         with backend.computation_context():
             for number, array in zip(numbers, getattr(backend, hook)(alike), strict=True):
                 moved[number] = array
+
     return moved
 
 
@@ -531,8 +550,8 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
     norms: list[Any],
     limits: list[Any],
     factors: list[Any],
-    skipped: Any = None,
-    thresholds: Any = (),
+    skipped: Flags | None = None,
+    thresholds: list[Any] | tuple[()] = (),
 ) -> dict[str, Any]:
     """Return the scalars of all norms, limits, factors and thresholds, given as arrays."""
     xp = backend.xp
@@ -567,6 +586,7 @@ def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -
 def _share_changed(backend: Backend, factors: list[Any]) -> Any:
     """Return the share of the factors that are not 1."""
     xp = backend.xp
+    # The mean of means would weigh blocks of few norms more.
     changed = [xp.astype(xp.not_equal(factor, 1.0), factor.dtype) for factor in factors]
     if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
         return _over(backend, xp.mean, changed)

@@ -113,6 +113,7 @@ class Choices(Printed):
         """Set what follows from the choices, and make the cache."""
         limit = self.limit
         scope = self.scope
+        # What is true of a limit for each group has to be true of all of them.
         limits = [limit]
         if isinstance(limit, PerGroup):
             limits = [of_group for _, of_group in limit.limits]

@@ -61,6 +61,7 @@ def scale_leaves(
     rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
 ) -> list[Any]:
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
+    # A leaf whose factor is 1 is not even read, and comes back as the same object.
     changed = _find_changed(plan, factors)
     products = _make_products(rule, tree, plan, changed, factors)
     if tree.in_place:
@@ -72,6 +73,7 @@ def scale_leaves(
         scaled = tree.leaf_info.backend.scale(products)
         for number, array in zip(changed, scaled, strict=True):
             arrays[number] = array
+
     if not tree.wrapped:
         return arrays
     return tree.restore_leaves(arrays)
@@ -100,8 +102,12 @@ def sum_examples(
         if xp.isdtype(dtype, "integral"):
             dtype = tree.arrays[number].dtype
         total = cast(xp, xp.sum(product, axis=0), dtype)
+        # The examples of a distributed leaf may be divided among processes.
         shard = tree.shard(number)
-        leaves[number] = total if shard is None else shard.sum_examples(leaf, total)
+        if shard is not None:
+            total = shard.sum_examples(leaf, total)
+        leaves[number] = total
+
     return leaves
 
 
@@ -121,6 +127,7 @@ def _find_changed(plan: Plan, factors: Sequence[Factors]) -> list[int]:
         for is_one, group in zip(ones.tolist(), block.groups, strict=True):
             if not is_one:
                 changed += group
+
     return changed
 
 
@@ -157,6 +164,7 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     if not numbers and not zeroed:
         return
 
+    # An array that occurs twice counts twice in the norm, and is multiplied once.
     repeated, again = tree.find_repeated()
     if not (wrapped or again or zeroed):
         backend.scale(products)
@@ -165,13 +173,15 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     for row, number in enumerate(numbers):
         if number in wrapped and number not in repeated and number not in zeroed:
             targets[number] = _target_of(wrapped[number], single=products.is_single(row))
-    for number in zeroed:
-        if number not in again:
-            backend.write(targets[number], _second, tree.arrays[number])
+
+    for number in [n for n in zeroed if n not in again]:
+        backend.write(targets[number], _second, tree.arrays[number])
+    # The products keep the order of blocks, so that those of one block are multiplied together.
     rows = [row for row, number in enumerate(numbers) if number not in again]
     if rows:
         backend.scale(products.take(rows, [targets[numbers[row]] for row in rows]))
 
+    # What was multiplied in a copy goes back into its leaf.
     written = {*numbers, *zeroed} - again
     tree.write([n for n in wrapped if n in written and targets[n] is wrapped[n].array])
 

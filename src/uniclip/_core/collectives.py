@@ -23,7 +23,7 @@ from zlib import crc32
 import numpy as np
 
 from uniclip._core.norm_space import NormSpace
-from uniclip._core.tree import OpenedTree, Shard
+from uniclip._core.tree import OpenedTree, Shard, ShardGroup
 from uniclip._errors import check, holds_arrays, summarize
 from uniclip.backends import backend_by
 from uniclip.backends.base import (
@@ -40,6 +40,7 @@ from uniclip.scopes import Scope
 
 if TYPE_CHECKING:
     from uniclip._core.plan import Plan
+    from uniclip.rule import Choices
 
 REDUCTION_CACHE_SIZE = 64
 """The number of reductions that a rule keeps."""
@@ -61,7 +62,7 @@ class Reduction:
 
     __slots__ = ("_reference", "checked", "narrow", "shared", "size")
 
-    def __init__(self, reference: Any, shared: Shared | None) -> None:
+    def __init__(self, reference: object, shared: Shared | None) -> None:
         self._reference = reference
         self.shared = shared
         self.checked = False
@@ -80,7 +81,7 @@ class Reduction:
         """Reduce an array over the processes."""
         return reducer_of(backend, self.all_reduce)(array, op)
 
-    def agree(self, rule: Any, names: list[str] | None, math_: NormSpace) -> None:
+    def agree(self, rule: Choices, names: list[str] | None, math_: NormSpace) -> None:
         """Compare the rules and the norms of all processes, and count these, at the first step.
 
         All come to the same conclusion, since it is drawn from one sum.
@@ -97,6 +98,7 @@ class Reduction:
         ValueError
             In every process, if they differ.
         """
+        # Text cannot be summed: four bytes of its checksum, and their squares, can.
         choices = _describe_choice([getattr(rule, choice.name) for choice in fields(rule)])
         rows: Any = 1 if names is None else names
         words = _digest(f"{choices} {self.shared is not None} {rows}")
@@ -117,13 +119,16 @@ class Reduction:
                 "(uc.by_group_norm) may be empty in some"
             )
             raise ValueError(msg)
+
         self.size = round(float(count))
         self.narrow = bool(wide == 0)
         self.checked = True
 
 
 def reduction_of(
-    reductions: dict[Hashable, Reduction] | None, all_reduce: Any, shared: Shared | None
+    reductions: dict[Hashable, Reduction] | None,
+    all_reduce: AllReduce | None,
+    shared: Shared | None,
 ) -> Reduction | None:
     """Return the reduction of a rule over some processes, ``None`` without ``all_reduce``.
 
@@ -137,16 +142,18 @@ def reduction_of(
     if reductions is None:
         return Reduction(all_reduce, shared)
 
+    # One reduction for each pair, since what the processes agreed on holds for both.
     reference = keep_reference(all_reduce)
     key = (reference, shared)
     if key not in reductions:
         while len(reductions) >= REDUCTION_CACHE_SIZE:
             reductions.pop(next(iter(reductions)))
         reductions[key] = Reduction(reference, shared)
+
     return reductions[key]
 
 
-def keep_reference(all_reduce: Any) -> Any:
+def keep_reference(all_reduce: AllReduce | None) -> Any:
     """Return a reference to keep.
 
     A weak one to a process group, which must end when it is destroyed.
@@ -154,19 +161,19 @@ def keep_reference(all_reduce: Any) -> Any:
     return ref(all_reduce) if hasattr(all_reduce, "allreduce") else all_reduce
 
 
-def follow_reference(reference: Any) -> Any:
+def follow_reference(reference: object) -> Any:
     """Return what `keep_reference` was given."""
     return reference() if isinstance(reference, ref) else reference
 
 
-def with_reduced_library(tree: OpenedTree, all_reduce: Any) -> OpenedTree:
+def with_reduced_library(tree: OpenedTree, all_reduce: AllReduce | None) -> OpenedTree:
     """Return opened gradients; without any, of the library whose processes are joined, if known."""
     if all_reduce is None or tree.leaf_info.present:
         return tree
     return tree._replace(leaf_info=tree.leaf_info.without_leaves(backend_by(all_reduce)))
 
 
-def check_shared(all_reduce: Any, shared: Any) -> None:
+def check_shared(all_reduce: AllReduce | None, shared: Shared | None) -> None:
     """Raise if ``shared`` is no function, or there is no ``all_reduce``."""
     check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
     if shared is not None and all_reduce is None:
@@ -239,12 +246,9 @@ class Collectives:
         self.divided = False
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
         for by_leaf in shards:
-            groups: list[Any] = []
-            for number, axes in enumerate(plan.axes):
-                shard = by_leaf.get(number)
-                groups.append(shard and shard.shard_groups(axes))
-                self.divided = self.divided or bool(shard and shard.divided(axes))
-            self._shard_groups.append(groups)
+            of_leaves = [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
+            self._shard_groups.append([s and s.shard_groups(axes) for s, axes in of_leaves])
+            self.divided |= any([s is not None and s.divided(axes) for s, axes in of_leaves])
 
         self.mesh_groups = _cover_meshes(shards, compiled=plan.math.compiled)
         """As few groups of processes as cover all that hold shards.
@@ -266,6 +270,7 @@ class Collectives:
             rows = []
             for tree, of_tree in zip(trees, terms, strict=True):
                 rows += self._plan.math.sums(tree, of_tree)
+
         if self.reduction is None:
             return rows, payload
         op = op_of(terms[0].p) if terms else "sum"
@@ -287,13 +292,16 @@ class Collectives:
         shards = tree.shards
         weighed = []
         for number, total in zip(self._plan.order, sums, strict=True):
+            # A maximum takes replicas as they are.
             replicas = 1 if self.replicas is None else self.replicas[number]
             value = total
             shard = shards.get(number)
             if shard is not None:
                 value = shard.weigh(total)
                 replicas *= shard.replicas
+
             weighed.append(value / replicas if replicas > 1 and p < math.inf else value)
+
         return weighed
 
     def _over_shards(
@@ -309,6 +317,7 @@ class Collectives:
             # Gradients are counted as a further tree, whose leaves have the sum 1.
             sums.append({number: np.ones(()) for number in plan.order if number >= 0})
 
+        # Each leaf is reduced over the processes that hold its shards, each group in one payload.
         # Which norms form a block may differ from process to process, the order of leaves does not.
         norms = [(source, members) for source in range(len(sums)) for members in plan.members]
         order = sorted(range(len(norms)), key=lambda row: (norms[row][0], norms[row][1][:1]))
@@ -323,10 +332,12 @@ class Collectives:
                 value = self._add_shards(group, tree, source, sums[source], members, op)
                 if value is not None:
                     partial_sums[row] = value
+
             of_group, extras = self._reduce_within(group, partial_sums, extras, op)
             for row, value in of_group.items():
                 addends[row].append(value)
 
+        # The leaves of a norm may be reduced by several groups, and by none.
         totals = [plan.math.add(of_norm, op) for of_norm in addends]
         blocks = [plan.math.stack(list(b)) for b in in_groups(totals, plan.heights * len(sums))]
         count = len(trees) * len(plan.blocks)
@@ -335,7 +346,7 @@ class Collectives:
         return blocks[:count], reduced
 
     def _reduce_within(
-        self, group: Any, partial_sums: dict[int, Any], extras: Payload, op: Op
+        self, group: ShardGroup | None, partial_sums: dict[int, Any], extras: Payload, op: Op
     ) -> tuple[dict[int, Any], Payload]:
         """Return sums reduced within a group of processes, ``None`` for this one alone.
 
@@ -347,13 +358,14 @@ class Collectives:
         if group not in self.mesh_groups:
             reduced = reduce_payload(self._plan.math, sent, op, group)
             return dict(zip(partial_sums, reduced, strict=True)), extras
+
         reduced = reduce_payload(self._plan.math, [*sent, *extras.arrays], op, group)
         extras = extras.fill(reduced[len(sent) :])
         return dict(zip(partial_sums, reduced[: len(sent)], strict=True)), extras
 
     def _add_shards(  # noqa: PLR0913, PLR0917 - called in one place
         self,
-        group: Any,
+        group: ShardGroup | None,
         tree: OpenedTree | None,
         source: int,
         sums: dict[int, Any],
@@ -376,6 +388,7 @@ class Collectives:
 
     def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
+        # As terms of which each has a norm by itself.
         plan = self._plan
         heights = list(map(sum, terms.in_blocks(terms.counts)))
         of_leaves = terms._replace(counts=[1] * len(terms.arrays), blocks=heights)
@@ -401,10 +414,12 @@ class Collectives:
             return flags
         math_ = self._plan.math
         xp = self._plan.math.xp
+        # Flags that are false are counted as faults: a maximum finds one in any process.
         for group in self.mesh_groups:
             faults = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
             largest = reduce_payload(math_, faults, "max", group)
             flags = math_.as_norms([fault < 1 for fault in largest])
+
         return flags
 
     def count_once(self, counts: dict[int, Any]) -> dict[int, Any]:
@@ -476,10 +491,12 @@ def _cover_meshes(shards: Sequence[dict[int, Shard]], *, compiled: bool) -> list
     if len(groups) < 2 or compiled:
         return groups
 
+    # The largest first, so that smaller ones within them are left out.
     covering: list[Any] = []
     for group in sorted(groups, key=lambda group: -len(group.processes())):
         if not any([group.processes() <= other.processes() for other in covering]):
             covering.append(group)
+
     return covering
 
 
@@ -510,6 +527,7 @@ def _describe_choice(value: Any) -> str:
         for attribute in getattr(value, "__dict__", {}).values():
             if isinstance(attribute, (str, Number)):
                 attributes.append(attribute)
+
     described = ", ".join(map(_describe_choice, attributes))
     return f"{type(value).__module__}.{type(value).__qualname__}({described})"
 
@@ -526,6 +544,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
             wanted = "True, False, or a number of processes"
             check("what shared(path, leaf) returns", is_shared, not holds_arrays(is_shared), wanted)
             shared.append(is_shared)
+
         marked = [bool(shared[number]) for number in present]
 
     # A library may know where its arrays lie, and then says so itself.
@@ -540,6 +559,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
 
     if not any(shared):
         return None
+    # True means all processes, whose number is known once they have agreed.
     everywhere = [isinstance(one, (bool, np.bool_)) and bool(one) for one in shared]
     return [
         reduction.size if in_all else max(1, int(one))
@@ -547,7 +567,9 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
     ]
 
 
-def reduce_payload(math_: NormSpace, arrays: list[Any], op: Op, reduction: Any) -> list[Any]:
+def reduce_payload(
+    math_: NormSpace, arrays: list[Any], op: Op, reduction: Reduction | ShardGroup
+) -> list[Any]:
     """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
 
     NumPy arrays stay NumPy arrays in the mode in which the host reads them.
@@ -555,30 +577,31 @@ def reduce_payload(math_: NormSpace, arrays: list[Any], op: Op, reduction: Any) 
     if not arrays:
         return []
     backend = math_.library
-    xp = math_.library.xp
-    numpys = [isinstance(array, (float, *NUMPY)) for array in arrays]
-    if math_.host and all(numpys):
-        local: list[Any] = [np.asarray(array) for array in arrays]
+    xp: Any = math_.library.xp
+    local = [np.asarray(x) if isinstance(x, (float, *NUMPY)) else x for x in arrays]
+    if math_.host and all([isinstance(array, np.ndarray) for array in local]):
         joined = np.concatenate([array.ravel() for array in local])
         vector = math_.to_library(joined.astype(np.float64, copy=False))
     else:
-        local = list(arrays)
-        for number, is_numpy in enumerate(numpys):
-            if is_numpy:
-                local[number] = math_.to_library(np.asarray(arrays[number]))
+        local = [math_.to_library(array) for array in local]
         # XLA makes one reduction of many.
         if math_.separate:
             wide = [cast(xp, array, math_.sum_dtype) for array in local]
             return [_reduce(math_, array, op, reduction) for array in wide]
-        here = [backend.to_device_of(local[0], array) for array in local]
-        flat = [xp.reshape(cast(xp, array, math_.sum_dtype), (-1,)) for array in here]
+
+        flat = []
+        for array in local:
+            here = backend.to_device_of(local[0], array)
+            flat.append(xp.reshape(cast(xp, here, math_.sum_dtype), (-1,)))
         vector = xp.concat(flat, axis=0)
 
+    # One reduction costs a latency; a longer vector costs next to nothing.
     vector = _reduce(math_, vector, op, reduction)
     view = backend.as_numpy(vector) if math_.host else None
     if view is not None:
         xp = np
         vector = view
+
     return _split(xp, vector, [tuple(array.shape) for array in local])
 
 
@@ -593,11 +616,13 @@ def _split(xp: Any, vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]
     return arrays
 
 
-def _reduce(math_: NormSpace, array: Any, op: Op, reduction: Any) -> Any:
+def _reduce(math_: NormSpace, array: Any, op: Op, reduction: Reduction | ShardGroup) -> Any:
     """Return an array reduced by a `Reduction`, or by the processes that hold shards."""
-    reduce: Reduce = reduction.reduce
+    reduce: Reduce
     if isinstance(reduction, Reduction):
         reduce = partial(reduction.reduce, math_.library)
+    else:
+        reduce = reduction.reduce
     if op == "sum":
         return reduce(array, op)
     return _reduce_to_largest(math_.library.xp, array, reduce)
@@ -619,7 +644,7 @@ def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)
 
 
-def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
+def reducer_of(backend: Backend, all_reduce: AllReduce | None) -> Reduce:
     """Return a function of ``(array, op)`` that reduces over the parts of a tree.
 
     Raises
@@ -639,7 +664,7 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
     raise TypeError(msg)
 
 
-def raise_if_kept_axes(scope: Scope, all_reduce: Any) -> None:
+def raise_if_kept_axes(scope: Scope, all_reduce: AllReduce | None) -> None:
     """Raise if norms are along axes and ``all_reduce`` is given: which axis is cut is not known.
 
     Raises

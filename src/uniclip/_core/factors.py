@@ -46,6 +46,7 @@ def compute_factors(
             factors.append(plan.math.xp.ones_like(norms) + (norms - norms))
         else:
             factors.append(_factors_of_block(rule, plan, norms, finite, of_block))
+
     return factors
 
 
@@ -65,7 +66,9 @@ def zero_where_skipped(
             kept = math_.backend.to_device_of(norms, step_finite)
         else:
             kept = math_.each_finite(norms, finite)
+
         zeroed.append(math_.xp.where(kept, of_block, 0.0))
+
     return zeroed
 
 
@@ -93,6 +96,7 @@ def _factors_of_block(
         if isinstance(rule.curve, RejectAbove):
             factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
         return factors
+
     if math_.on_device and rule.curve is hard:
         return _divide_where_above(xp, finite_norms, as_array)
 
@@ -155,6 +159,7 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
         )
         raise TypeError(msg)
 
+    # A curve that amplifies may leave the range of a leaf's dtype, where ∞ · 0 would be NaN.
     factors = xp.asarray(factors, dtype=norms.dtype)
     if never_amplifies(curve):
         return factors

@@ -51,6 +51,7 @@ def run_fast_path(
                 if not backend.readable(leaf):
                     return None
                 break
+
     return backend.fast_path(leaves, limit, in_place=step.in_place)
 
 
@@ -81,6 +82,7 @@ def run_fast_path_on_storage(
             present = tree.leaf_info.present
             arrays = [tree.arrays[number] for number in present]
             multiply_in_place(tree, present, products_by(arrays, factor, in_place=True))
+
         return FastResult(norm, limit, factor, tree.leaves, tree.leaf_info.device)
 
 

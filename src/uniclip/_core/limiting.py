@@ -70,13 +70,7 @@ def _ask_limit(
         _check_state(rule, plan, state)
         states = [state] if len(norms) == 1 else state
 
-    divided = plan.collectives is not None and plan.collectives.divided
-    backend = plan.math.backend
-    blocks = plan.norm_blocks
-    contexts = [
-        Context(backend, blocks, measured, number, limit.needs, divided=divided)
-        for number in range(len(norms))
-    ]
+    contexts = _make_contexts(plan, measured, limit.needs)
     answers = [
         _ask_about_block(rule, plan, context, old)
         for context, old in zip(contexts, states, strict=True)
@@ -93,13 +87,26 @@ def _ask_limit(
             _check_threshold(plan, context, of_block, in_range=limit.in_range)
             for context, of_block in zip(contexts, limits, strict=True)
         ]
+
     return limits, thresholds, _join_states(limit, state, states, [new for _, new in answers])
+
+
+def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> list[Context]:
+    """Return what the limit may use beside the norms of each block."""
+    backend = plan.math.backend
+    blocks = plan.norm_blocks
+    divided = plan.collectives is not None and plan.collectives.divided
+    return [
+        Context(backend, blocks, measured, number, needs, divided=divided)
+        for number in range(len(blocks))
+    ]
 
 
 def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: list[Any]) -> Any:
     """Return the next state of all blocks: the old one if all gradients of a block are absent."""
     if not limit.stateful:
         return state
+    # Blocks of absent gradients were not asked.
     for number, old in enumerate(states):
         if new_states[number] is None:
             new_states[number] = old
@@ -130,6 +137,7 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
     if limit.stateful and context.absent and all(context.absent):
         return math.inf, None
 
+    # A state comes from any device, or from a file, and goes where the norms are.
     old = optree.tree_map(partial(math_.recall, context.norms), state)
     try:
         # Not `limit(...)`: PyTorch 2.11 and 2.12 compile no call of an object that is made in
@@ -138,6 +146,7 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
     except (TypeError, AttributeError, RuntimeError) as error:
         raise_if_numpy(plan, limit, error)
         raise
+
     if not (isinstance(returned, tuple) and len(returned) == 2):
         msg = (
             f"{summarize(limit)} must return (limits, state), the limits and the next state, got "
@@ -152,6 +161,7 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
             f"{tuple(context.norms.shape)}"
         )
         limits = real(f"the limit of {summarize(limit)}", limits, wanted)
+
     if not limit.stateful:
         return limits, state
     return limits, _keep_state(rule, plan, context, new, old)
@@ -161,6 +171,7 @@ def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any)
     """Return the next state of a block as the library's arrays, detached, in which absent groups
     have their old rows.
     """
+    # A group without gradients at this step has learned nothing.
     math_ = plan.math
     absent = find_absent(plan, context.absent, context.present)
     if absent is not None and isinstance(rule.limit, PerGroup):
@@ -168,6 +179,7 @@ def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any)
         for number, (new_row, old_row) in enumerate(zip(new, old, strict=True)):
             is_absent = absent[number : number + 1, ...]
             rows.append(_restore_absent_rows(plan, new_row, old_row, is_absent))
+
         new = tuple(rows)
     elif absent is not None:
         new = _restore_absent_rows(plan, new, old, absent)
@@ -241,9 +253,11 @@ def _check_limits(
             any_finite = not backend.readable(norms) or bool(xp.any(xp.isfinite(norms)))
             if any_finite:
                 raise ValueError(_describe_negative(limits))
+
         # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` again for each number.
         return largest if limits > largest else limits  # noqa: FURB136
 
+    # A limit may be an array of another library, or lie on another device.
     if not isinstance(limits, NUMPY):
         limits = math_.read_foreign(limits)
     if math_.host and not isinstance(limits, NUMPY):
@@ -254,6 +268,7 @@ def _check_limits(
         wrong = xp.logical_not(limits >= 0) & xp.isfinite(norms)
         if bool(xp.any(wrong)):
             raise ValueError(_describe_negative(limits))
+
     if not (checked or isinstance(limits, np.ndarray)):
         return xp.clip(limits, 0, largest)
     # An accelerator starts a kernel for it.
@@ -285,6 +300,7 @@ def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constan
             limit = limit.value
         elif isinstance(limit, Relative):
             limit = limit.counts
+
         # A compiler asks no number for its shape.
         shape = () if isinstance(limit, NUMBERS) else getattr(limit, "shape", ())
         if len(shape) >= kept and shape[-kept] != 1:
@@ -302,12 +318,14 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     if built_in and not isinstance(limit, PerGroup):
         fits = isinstance(states, (list, tuple)) and len(states) == len(blocks)
         fits = fits and all([hasattr(of_block, "_fields") for of_block in states])
+
     if state is None or isinstance(state, NoState) or not fits:
         msg = (
             "state must be what rule.init(grads) returns, or an update before, for "
             f"{summarize(rule)}, got {summarize(state)}"
         )
         raise TypeError(msg)
+
     if not built_in:
         return
 
@@ -316,6 +334,7 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
             rows = [len(of_block)]
         else:
             rows = [array.shape[0] for array in of_block if len(array.shape)]
+
         if rows and rows[0] != len(block.groups):
             msg = (
                 f"the state of {summarize(rule)} is for {rows[0]} norms, but there are "

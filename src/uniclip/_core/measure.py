@@ -85,6 +85,7 @@ def measure(
         if collectives is not None:
             payload = _make_payload(rule, plan, trees[0], step, original)
             exchange = Exchange(collectives, _measured_trees(trees, step), payload)
+
         measured = _measure_norms(rule, plan, trees, step, exchange)
         if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
             return measured
@@ -118,15 +119,18 @@ def _measure_norms(
     measured_trees = _measured_trees(trees, step)
     norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
 
+    # A mean, such as RMS, divides by a power of the number of entries.
     sizes = plan.sizes
     if plan.counts_entries:
         reduced = None if exchange is None else exchange.finish().sizes
         counts = count_entries(plan, tree) if reduced is None else reduced
         sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
+
     if sizes is not None and rule.norm.size_power:
         finite_norms = None
         divisors = math_.constants(sizes.divisors)
         norms = [_divide(of_tree, divisors) for of_tree in norms]
+
     counts_of_norms = None
     if sizes is not None and "sizes" in rule.limit.needs:
         counts_of_norms = math_.constants(sizes.counts)
@@ -134,6 +138,7 @@ def _measure_norms(
     if step.norm is not None:
         finite_norms = None
         norms = [[_given_norm(plan, tree, step)], *norms]
+
     of_trees = [math_.as_norms(of_tree) for of_tree in norms]
     if finite_norms is None:
         finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
@@ -197,6 +202,7 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
         with library.computation_context(array):
             faulty = xp.logical_not(xp.all(xp.isfinite(array)))
             counts.append(xp.astype(faulty, plan.math.sum_dtype))
+
     return plan.math.add(counts, "sum")
 
 
@@ -215,6 +221,7 @@ def _find_loss(
         loss = mean_loss(library, loss, [math_.to_library(total) for total in reduced.losses])
     elif isinstance(loss, Loss):
         loss = loss.mean
+
     if loss is None:
         return None
 
@@ -223,8 +230,10 @@ def _find_loss(
         loss = library.to_device_of(tree.first, loss)
     loss = library.detach(library.xp.astype(loss, library.xp.float32))
     view = math_.view(loss)
+    if view is not None:
+        return view
     # An array of which a derivative is recorded is read as a number.
-    return np.asarray(float(loss), np.float32) if view is None else view
+    return np.asarray(float(loss), np.float32)
 
 
 def _given_norm(plan: Plan, tree: OpenedTree, step: Step) -> Norms:
@@ -238,8 +247,10 @@ def _given_norm(plan: Plan, tree: OpenedTree, step: Step) -> Norms:
     if known_true(backend, backend.xp.any(norm < 0)):
         msg = f"norm must be 0 or more, got {summarize(norm) if norm.shape else norm}"
         raise ValueError(msg)
-    view = plan.math.view(zero + norm)
-    return zero + norm if view is None else view
+
+    norm = zero + norm
+    view = plan.math.view(norm)
+    return norm if view is None else view
 
 
 def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
@@ -256,7 +267,9 @@ def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
                 rows.append(xp.sum(like, axis=plan.axes[group[0]]))
             else:
                 rows.append(plan.math.to_library(np.zeros((), dtype_of_numpy)))
+
         blocks.append(plan.math.stack(rows))
+
     return blocks
 
 
@@ -287,6 +300,7 @@ def norms_of(
             norms = [plan.join_blocks(of_tree) for of_tree, _ in at_once]
             return norms, plan.join_blocks(at_once[0][1])
 
+    # Both trees are measured together, so that processes exchange one payload.
     found = _norms_of_sums(plan, trees, p, norm, exchange)
     if len(trees) == 1:
         return [found], None
@@ -310,6 +324,7 @@ def _norms_of_sums(
     if p != 2 or plan.math.library.debug_infs():
         return _norms_in_units(plan, trees, norm, exchange)
 
+    # Squares may have left the range of their sums: if so, all are made again, in units.
     totals = _sum_powers(plan, trees, 2, exchange)
     return plan.math.choose(
         _are_in_range(plan, totals),
@@ -339,7 +354,7 @@ def _norms_in_units(
 def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
     """Return whether no sum of squares may have overflowed or underflowed."""
     least, most = _FITS if plan.math.double else FITS
-    # If the host reads, the sum of zeros alone is 0.
+    # Only if the host reads, a sum of 0 is surely that of zeros. No sum is -1.
     zero: Any = 0.0 if plan.math.host else -1.0
     in_range = [((total > least) | (total == zero)) & (total <= most) for total in totals]
     return plan.math.all(in_range)
@@ -347,8 +362,10 @@ def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
 
 def _root(plan: Plan, norm: Norm, total: Tensor) -> Tensor:
     """Return the root of sums, with derivatives if they are wanted."""
+    if isinstance(total, NUMPY) and norm.ord == 2:
+        return np.sqrt(total)
     if isinstance(total, NUMPY):
-        return np.sqrt(total) if norm.ord == 2 else np.power(total, 1 / norm.ord)
+        return np.power(total, 1 / norm.ord)
     if norm.ord != 2:
         return norm.root(plan.math.library.xp, total)
     if plan.math.mode == LIBRARY:
@@ -380,13 +397,16 @@ def _sum_powers(
     units: list[Any] | None = None,
 ) -> list[Any]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree."""
+    # The units of all trees lie one after the other, as their norms do.
     terms = []
     for number, tree in enumerate(trees):
         of_tree = None
         if units is not None:
             count = len(plan.norm_blocks)
             of_tree = units[number * count : (number + 1) * count]
+
         terms.append(_terms(plan, tree, p, of_tree))
+
     if exchange is not None:
         return exchange.reduce_sums(terms)
 
@@ -394,11 +414,13 @@ def _sum_powers(
     for tree, terms_of_tree in zip(trees, terms, strict=True):
         blocks = plan.math.sums(tree, terms_of_tree)
         sums += blocks if plan.shapes is None else plan.join_blocks(blocks)
+
     return sums
 
 
 def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Tensor] | None) -> Terms:
     """Return what is added up of a tree; a norm without gradients is that of a zero."""
+    # The order marks a norm without gradients by -1: the last of the leaves, which is that zero.
     leaves = tree.arrays
     if -1 in plan.order:
         leaves = [*leaves, plan.math.zero_like(tree.first)]
@@ -424,4 +446,5 @@ def _expand_units(
             unit = expand_to_leaf(plan.math.library, row, arrays[position], covered)
             expanded.append(unit)
             position += 1
+
     return expanded

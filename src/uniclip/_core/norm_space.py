@@ -30,6 +30,17 @@ from uniclip.backends.base import (
 )
 
 
+def _norm_dtypes(leaf_info: LeafInfo, *, narrow: bool) -> tuple[Any, Any]:
+    """Return the dtypes of norms, of the library and of NumPy."""
+    # Processes with float32 gradients follow those with float64.
+    xp = leaf_info.backend.xp
+    dtype = leaf_info.dtype
+    if leaf_info.narrow and not narrow:
+        dtype = xp.float64
+    numpys = {xp.float32: np.float32, xp.float64: np.float64}
+    return dtype, numpys.get(dtype, dtype)
+
+
 class NormSpace:
     """The library, dtype and device of a plan's norms, and the operations on norms that depend on
     them, whatever leaves they are of.
@@ -63,11 +74,7 @@ class NormSpace:
         xp = library.xp
         self.sum_dtype: DType = xp.float64 if self.double else xp.float32
         """The dtype of sums, of the library."""
-        dtype = leaf_info.dtype
-        if leaf_info.narrow and not narrow:
-            dtype = xp.float64
-        numpys = {xp.float32: np.float32, xp.float64: np.float64}
-        self.dtypes: tuple[Any, Any] = (dtype, numpys.get(dtype, dtype))
+        self.dtypes = _norm_dtypes(leaf_info, narrow=narrow)
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
@@ -76,6 +83,7 @@ class NormSpace:
 
     def at_host(self) -> NormSpace:
         """Return the same in NumPy's arrays, as norms are recorded."""
+        # A recorded report goes on in NumPy's arrays, without the library of the run.
         host = copy.copy(self)
         host.library = DEFAULT
         host.backend = DEFAULT
@@ -94,6 +102,7 @@ class NormSpace:
         """
         if not terms.arrays:
             return []
+        # Parameters are detached: no derivative of a limit with respect to them is wanted.
         mode = self.mode
         if mode == RECORDED and tree.name == "params":
             mode = LIBRARY
@@ -116,6 +125,7 @@ class NormSpace:
             if norms is None:
                 return None
             found.append(norms)
+
         return found
 
     def zero_like(self, first: Any) -> Array:
@@ -142,7 +152,7 @@ class NormSpace:
         [values] = self.library.to_host([array])
         return values
 
-    def to_library(self, array: Any) -> Any:
+    def to_library(self, array: Any) -> Tensor:
         """Return an array as one of the gradients' library, on their device."""
         if not isinstance(array, NUMPY):
             return array
@@ -171,11 +181,11 @@ class NormSpace:
 
         ``None`` if the host cannot read it.
         """
-        if isinstance(array, NUMPY):
-            return array if self.host else self.to_library(np.asarray(array))
-        return self.library.as_numpy(array) if self.host else array
+        if not self.host:
+            return self.to_library(array)
+        return array if isinstance(array, NUMPY) else self.library.as_numpy(array)
 
-    def recall(self, norms: Norms, array: Any) -> Any:
+    def recall(self, norms: Norms, array: Any) -> Tensor:
         """Return an array of a state where the norms are.
 
         The gradients may have moved to another device since the step before.
@@ -190,13 +200,14 @@ class NormSpace:
 
     # Operations on sums and norms.
 
-    def zeros(self, shape: tuple[int, ...] = ()) -> Any:
+    def zeros(self, shape: tuple[int, ...] = ()) -> Tensor:
         """Return sums of nothing."""
         zero = np.zeros(shape, np.float64 if self.double else np.float32)
         return zero if self.host else self.to_library(zero)
 
-    def round_to_norms(self, array: Any) -> Any:
+    def round_to_norms(self, array: Any) -> Tensor:
         """Return an array in the dtype of the norms."""
+        # Limits and norms are rounded before they are compared: all backends decide alike.
         if isinstance(array, NUMPY):
             return np.asarray(array, self.dtypes[1])
         return cast(self.library.xp, array, self.dtypes[0])
@@ -207,25 +218,26 @@ class NormSpace:
             return cast(self.xp, limit, norms.dtype)
         return self.xp.asarray(limit, dtype=norms.dtype)
 
-    def at_most_largest(self, limits: Any) -> Limits:
+    def at_most_largest(self, limits: Tensor) -> Limits:
         """Return limits, the largest number of the norms' dtype if they are beyond it."""
         # One kernel.
         if self.on_device:
             return self.xp.clip(limits, None, self.largest_norm)
         return self.xp.where(limits > self.largest_norm, self.largest_norm, limits)
 
-    def stack(self, sums: list[Any]) -> Any:
+    def stack(self, sums: list[Any]) -> Tensor:
         """Return sums as the rows of one array."""
         if self.host and all([isinstance(total, NUMPY) for total in sums]):
             return np.array(sums)
         return stack_arrays(self.library, list(map(self.to_library, sums)))
 
-    def add(self, sums: list[Any], op: Op) -> Any:
+    def add(self, sums: list[Any], op: Op) -> Tensor:
         """Return the sum or the maximum of sums, 0 of none."""
         if not sums:
             return self.zeros()
         if len(sums) == 1:
             return sums[0]
+        # Stacked and reduced at once, since a chain of additions is slow to compile.
         rows = self.stack(sums)
         backend = DEFAULT if isinstance(rows, np.ndarray) else self.library
         return backend.reduce_rows(rows, op)
@@ -267,12 +279,13 @@ class NormSpace:
             flags = [self.each_finite(*pair) for pair in zip(norms, finite_norms, strict=True)]
         else:
             flags = [self.xp.isfinite(norm) for norm in norms]
+
         if entries_finite is not None:
             flags = [entries_finite, *flags]
         return self.all(flags)
 
     def choose(
-        self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]
+        self, ok: Flags, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]
     ) -> list[Any]:
         """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
         known = isinstance(ok, (bool, np.bool_, np.ndarray))

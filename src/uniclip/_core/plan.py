@@ -112,6 +112,7 @@ def plan_for(
     shapes = tuple(tree.shapes()) if rule.by_shape else None
     shards = tuple([tuple(one.shards.items()) for one in trees if one.wrapped])
     key = (tree.spec, tree.leaf_info, mode, shapes, shards, reduction, separate)
+    # Cleared as a whole when full, which other threads may do at the same time.
     plans = rule.cache.plans
     plan = plans.get(key)
     if plan is None:
@@ -119,6 +120,7 @@ def plan_for(
         if len(plans) >= PLAN_CACHE_SIZE:
             plans.clear()
         plans[key] = plan
+
     return plan
 
 
@@ -131,6 +133,7 @@ def make_plan(
     separate: bool,
 ) -> Plan:
     """Find which leaves share a norm, which norms form an array, and what processes reduce."""
+    # Groups come first: all else depends on which leaves share a norm.
     tree = trees[0]
     math_ = norm_space_of(tree, mode, reduction)
     everywhere = has_absent_rows(rule, tree, reduction)
@@ -142,9 +145,11 @@ def make_plan(
         axes = [_covered_axes(tree, rule.scope, number) for number in range(len(tree.leaves))]
         for group in members.values():
             _check_equal_shapes(tree, axes, group)
+
     if rule.stateful:
         raise_if_rows(tree, axes, rule, "keeps state")
 
+    # Norms that can be computed together form one array.
     blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
     plan = Plan(math_, rule.scope, tree.spec, blocks, axes, members)
     _add_collectives(plan, rule, trees, reduction)
@@ -157,6 +162,7 @@ def make_plan(
         with nullcontext() if math_.host else math_.library.allow_float64():
             counts = plan.join_blocks(count_entries(plan, tree))
             plan.sizes = sizes_of_counts(plan, counts, rule.norm.size_power)
+
     return plan
 
 
@@ -173,6 +179,7 @@ def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> N
     info = tree.leaf_info
     first = tree.first
     device = info.device if first is None else info.backend.device(first)
+    # All processes have the dtype of the widest, or their sums would be of two.
     narrow = info.narrow and (reduction is None or reduction.narrow)
     return NormSpace(info, mode, device, narrow=narrow)
 
@@ -226,6 +233,7 @@ class Plan:
         """For each leaf, the block and the row of its norm."""
         self.along = None if scope.axes is None else [*axes, None]
         """The axes of each leaf, and behind them those of a norm without gradients."""
+        # Then no power has to be summed, and no root taken.
         each_alone = all([len(group) <= 1 for group in groups])
         self.entries = scope.axes is not None and each_alone and all([a == () for a in axes])
         """Whether each norm is the modulus of an entry, whatever its order."""
@@ -240,6 +248,7 @@ class Plan:
             # Sizes have one entry for all norms of a leaf.
             full = block if tuple(block.shape) == shape else xp.broadcast_to(block, shape)
             vectors.append(xp.reshape(full, (-1,)))
+
         return [np.concatenate(vectors) if xp is np else xp.concat(vectors)]
 
     def split_blocks(self, blocks: Sequence[Any]) -> list[Any]:
@@ -269,6 +278,7 @@ class Plan:
         """Return a value for each group in the scope's form: a tree, a dict by label,
         or a single value.
         """
+        # An index of a vector keeps NumPy's scalars, as reports have them.
         if self.scope.label is everything:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
         rows = self.by_label(blocks)
@@ -288,6 +298,7 @@ class Plan:
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
                 if group or everywhere:
                     rows[label] = array[row] if len(array.shape) == 1 else array[row, ...]
+
         return rows
 
     @property
@@ -366,7 +377,7 @@ def _check_labels(
     if label is None or label is everything or not is_new(rule):
         return
 
-    # Other processes or steps may have the rest.
+    # With absent leaves, the same label for all that are left is no sign of a mistake.
     complete = reduction is None and len(tree.leaf_info.present) == len(tree.leaves)
     if complete:
         answers = [answer for answer, numbers in members.items() for _ in numbers]
@@ -387,6 +398,7 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
     """Return the blocks of norms: as few arrays as there can be, so that few operations are."""
     # Compilers take long for each row taken out of an array of norms.
     separate = math_.separate and not (rule.stateful or rule.scope.label is everything)
+    # Norms with kept axes are stacked only if their shapes are known and none is absent.
     can_stack = not (everywhere or math_.compiled)
     present = {}
     alike: dict[Hashable, list[Label]] = {}
@@ -394,18 +406,19 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
         group = tuple([n for n in leaves if tree.leaves[n] is not None])
         present[label] = group
         key: Hashable = None
-        if separate:
+        if can_stack and len(group) == 1 and rule.scope.axes is not None:
+            key = _stacking_key(tree, group[0], axes[group[0]])
+        # A norm that cannot be stacked is an array by itself.
+        if separate or (key is None and rule.scope.axes is not None):
             key = number
-        elif rule.scope.axes is not None:
-            if can_stack and len(group) == 1:
-                key = _stacking_key(tree, group[0], axes[group[0]])
-            key = number if key is None else key
+
         alike.setdefault(key, []).append(label)
 
     blocks = []
     for labels in alike.values():
         groups = tuple([present[label] for label in labels])
         blocks.append(Block(groups, tuple(labels), _count_kept(rule.scope, tree, groups[0], axes)))
+
     return blocks
 
 
@@ -425,6 +438,7 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
     """Return a key that must be equal for norms with axes to be stacked,
     ``None`` if they must not be.
     """
+    # Arrays that are sharded or traced are not stacked: that would move them.
     backend = tree.backend
     array = tree.arrays[number]
     if axes is None or not backend.stacks(array):
@@ -606,6 +620,7 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
         frozenset((answer,))
     except TypeError:
         fits = False
+
     check("the label of a group", answer, fits, "hashable, such as a text or a number")
     return answer
 
@@ -628,17 +643,20 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
     else:
         # The shape of a leaf that stores rows may be unknown.
         shape = tree.arrays[number].shape
+
     try:
         axes = scope.covered(len(shape), tree.backend.output_axis)
     except ValueError as error:
         msg = f"{tree.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
+
     if axes and by_entry:
         msg = (
             f"{tree.place(number)} is sparse, and stores no axes to take norms along; use a scope "
             "of whole leaves"
         )
         raise TypeError(msg)
+
     return axes
 
 

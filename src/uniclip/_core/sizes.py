@@ -44,10 +44,12 @@ def count_entries(plan: Plan, tree: OpenedTree) -> list[Tensor]:
 
     Entries that several processes hold are divided among them, so that they add up to their number.
     """
+    # A norm without gradients has no leaf, which the order marks by -1.
     counts = {}
     for number in plan.order:
         if number >= 0:
             counts[number] = _entries_of(plan, tree, number)
+
     if plan.collectives is not None:
         counts = plan.collectives.count_once(counts)
     return [_add_counts(plan, block, counts) for block in plan.blocks]
@@ -64,6 +66,7 @@ def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes
         # The norm of no entries is 0, and stays 0.
         at_least_1 = xp.where(count > 0, count, xp.ones_like(count))
         divisors.append(plan.math.round_to_norms(at_least_1) ** power)
+
     return Sizes(rounded, divisors)
 
 
@@ -84,6 +87,7 @@ def _entries_of(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
                 "dense_shape"
             )
             raise ValueError(msg)
+
         xp = plan.math.library.xp
         return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
 
@@ -96,6 +100,7 @@ def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> 
     of_groups = [[counts[number] for number in group] for group in block.groups]
     shape = (len(of_groups), *(1,) * (block.kept or 0))
     if all([isinstance(count, (int, float)) for group in of_groups for count in group]):
+        # Counted in float64: float32 holds no number of entries above 16 million exactly.
         totals = np.asarray([sum(group) for group in of_groups], np.float64)
         return np.reshape(totals, shape)
 
@@ -105,4 +110,5 @@ def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> 
     for group in of_groups:
         addends = [xp.astype(xp.asarray(count), dtype) for count in group]
         rows.append(plan.math.add(addends, "sum"))
+
     return xp.reshape(plan.math.stack(rows), shape)

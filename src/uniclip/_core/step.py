@@ -72,21 +72,25 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     limit = rule.constant if max_norm is None else max_norm
     leaves, spec = flatten_known(grads)
 
+    # The library of the first leaf says whether the step is one for its fast path.
     backend = None
     for leaf in leaves:
         if leaf is not None:
             backend = MET.get(type(leaf)) or backend_of(leaf)
             break
+
     if backend is not None:
         numbers = run_fast_path(rule, backend, leaves, limit, step)
         if numbers is not None:
             return FastStepResult(backend, spec.unflatten, numbers, state)
 
+    # Sparse leaves and integers among dense ones may still take it, on the arrays inside of them.
     tree = open_leaves(leaves, spec, in_place=step.in_place)
     if tree.wrapped and not tree.shards:
         numbers = run_fast_path_on_storage(rule, tree, limit, step)
         if numbers is not None:
             return FastStepResult(tree.backend, tree.spec.unflatten, numbers, state)
+
     return run_general_step(rule, tree, state, step, limit, apply)
 
 
@@ -111,6 +115,7 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     ):
         trees = _open_params(rule, tree, step)
         tree = trees[0]
+
     backend = tree.leaf_info.backend
     mode = find_mode(rule, trees, state, step, constant)
     if len(trees) > 1 and mode != HOST:
@@ -147,6 +152,7 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
     else:
         tree = trees[0]
         measured = measure(rule, plan, trees, step, tree)
+
     step_finite = None
     if rule.decides:
         step_finite = _check_finite(rule, plan, tree, measured)
@@ -160,12 +166,14 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
         new_state = _choose_state(step_finite, new_state, state)
     skipped = _is_skipped(rule, plan, measured, factors, step_finite)
 
+    # One vector of all norms, as an accelerator computes them, goes apart into blocks again.
     norms = measured.norms
     if plan.shapes is not None:
         norms = plan.split_blocks(norms)
         limits = plan.split_blocks(limits)
         factors = plan.split_blocks(factors)
         thresholds = thresholds and plan.split_blocks(thresholds)
+
     finite = measured.entries_finite
     return tree, StepValues(plan, norms, limits, factors, thresholds, finite, skipped), new_state
 
@@ -175,6 +183,7 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
 
 def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree]:
     """Return the gradients, and the parameters if the limit needs them."""
+    # A loss that is reduced already was checked before.
     loss = None if isinstance(step.loss, Loss) else step.loss
     check_step_arguments(loss, step.params)
     raise_if_kept_axes(rule.scope, step.all_reduce)
@@ -204,6 +213,7 @@ def find_mode(
     if type(constant) is float and step.norm is None and len(trees) == 1 and not rule.holds_arrays:
         return backend.mode(leaf_info)
 
+    # If the host reads everything, all is NumPy's; one argument that it cannot read is enough.
     read = [constant, step.norm, *getattr(rule.limit, "constants", ())]
     if rule.stateful and not rule.limits_checked:
         read += optree.tree_leaves(state)
@@ -219,7 +229,7 @@ def find_mode(
     return HOST if all([_is_viewable(backend, value) for value in read]) else LIBRARY
 
 
-def _is_viewable(backend: Backend, value: Any) -> bool:
+def _is_viewable(backend: Backend, value: object) -> bool:
     """Return whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
@@ -240,6 +250,7 @@ def _agree(rule: Choices, tree: OpenedTree, mode: int, step: Step) -> Reduction 
     if reduction is not None and not reduction.checked and mode != TRACED:
         names = None if is_one_norm(rule.scope) else names_of_norms(rule, tree)
         reduction.agree(rule, names, norm_space_of(tree, mode, reduction))
+
     return reduction
 
 
@@ -290,7 +301,7 @@ def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
     return tree._replace(arrays=arrays)
 
 
-def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
+def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (
@@ -299,6 +310,7 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
             "look at report.finite outside"
         )
         raise TypeError(msg)
+
     if bool(finite):
         return
 
@@ -314,12 +326,13 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Any) -> None:
             "device's are not"
         )
         raise NonFiniteError(msg)
+
     more = len(bad) - MAX_NAMED_LEAVES
     msg = f"NaN or ∞ in {', '.join(bad[:MAX_NAMED_LEAVES])}"
     raise NonFiniteError(f"{msg} and {more} more" if more > 0 else msg)
 
 
-def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
+def state_where(flag: Flags, new: Any, old: Any, *, expected: bool = True) -> Any:
     """Return the new state if a flag is as expected, else the old one,
     on the device of the new one.
     """
@@ -335,6 +348,7 @@ def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> An
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
         return new
+    # If the host reads the flag, no array is made.
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return new if bool(flag) is expected else old
@@ -359,7 +373,9 @@ def _is_skipped(
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     xp = plan.math.xp
     if not rejects(rule.curve):
-        return xp.logical_not(step_finite) if rule.nonfinite == "skip" else None
+        if rule.nonfinite != "skip":
+            return None
+        return xp.logical_not(step_finite)
 
     # Without absent rows, a step is skipped if all factors are 0. The policy "skip" makes those of
     # a non-finite step 0, too.
@@ -378,7 +394,9 @@ def _is_skipped(
         if absent is not None:
             shape = tuple(absent.shape) + (1,) * (len(is_zero.shape) - 1)
             is_zero = is_zero | xp.reshape(absent, shape)
+
         rejected.append(is_zero)
+
     flags = [plan.math.all(rejected), plan.math.all(none_rejected)]
     if plan.collectives is not None:
         flags = plan.collectives.true_in_all_shards(flags)

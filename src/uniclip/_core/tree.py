@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from copy import copy
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import optree
@@ -36,19 +36,65 @@ from uniclip.backends import (
     tell_compilers,
 )
 from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import LeafInfo, View, WrappedLeaf, cast
+from uniclip.backends.base import Axes, LeafInfo, Op, View, WrappedLeaf, cast
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
 
 Leaf: TypeAlias = Any
 """A leaf as it came in: an array of any framework, sparse or distributed, or ``None``."""
-Shard: TypeAlias = Any
-"""A part of a distributed leaf, as `uniclip.backends.torch.dtensor.LocalShard`."""
-Spec: TypeAlias = Any
-"""The structure of a tree, with ``unflatten(leaves)`` and ``paths()``."""
 Children: TypeAlias = "tuple[list[Leaf], Any, Iterable[Any]]"
 """The children of a container, its structure, and the keys of the children."""
+
+
+class Spec(Protocol):
+    """The structure of a tree, as of optree."""
+
+    def unflatten(self, leaves: Any, /) -> Any:
+        """Return a tree of this structure."""
+
+    def paths(self) -> list[Path]:
+        """Return the path of each leaf."""
+
+
+class ShardGroup(Protocol):
+    """The processes that hold the shards of some leaves."""
+
+    def processes(self) -> frozenset[int]:
+        """Return their ranks, with those of the whole mesh."""
+
+    def reduce(self, array: Any, op: Op, /) -> Any:
+        """Return the sum or the maximum over them."""
+
+
+class Shard(Protocol):
+    """The part of a distributed leaf that this process holds."""
+
+    shape: tuple[int, ...]
+    """The lengths of the leaf."""
+    local: tuple[int, ...]
+    """The lengths of the part."""
+    replicas: int
+    """How many processes hold the same entries."""
+
+    def divided(self, axes: Axes) -> object:
+        """Return which axes that norms along ``axes`` keep are divided, and where."""
+
+    def shard_groups(self, axes: Axes = None) -> ShardGroup | None:
+        """Return the processes over which norms along ``axes`` are reduced."""
+
+    def divide(self, leaf: Any) -> Any:
+        """Return the same part of another leaf."""
+
+    def gather(self, leaf: Any) -> Any:
+        """Return the whole of another leaf."""
+
+    def weigh(self, value: Any, *, inverse: bool = False) -> Any:
+        """Return a sum in which replicas count once."""
+
+    def sum_examples(self, like: Any, local: Any) -> Any:
+        """Return a distributed leaf of summed examples."""
+
 
 NAMESPACE = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""
@@ -97,7 +143,7 @@ class OpenedTree(NamedTuple):
         """
         return {n: leaf.shard for n, leaf in self.wrapped.items() if leaf.shard is not None}
 
-    def shard(self, number: int) -> Shard:
+    def shard(self, number: int) -> Any:
         """Return the part of a distributed leaf that an array is, ``None`` for a whole leaf."""
         return self.wrapped[number].shard if number in self.wrapped else None
 
@@ -164,6 +210,7 @@ class OpenedTree(NamedTuple):
             leaf = self.leaves[number]
             if copied and not any([leaf is earlier for earlier in self.leaves[:number]]):
                 written.add(number)
+
         return repeated, repeated - written
 
     def write(self, numbers: Iterable[int]) -> None:
@@ -230,7 +277,8 @@ def flatten_known(tree: Tree) -> tuple[list[Leaf], Spec]:
         tell_compilers()
     if isinstance(tree, Flat):
         return tree
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type]
+    any_tree: Any = tree
+    return optree.tree_flatten(any_tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
@@ -256,6 +304,7 @@ def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
                 "twice"
             )
             raise ValueError(msg)
+
         return flatten(items, name)
 
     # All classes are registered before the tree is flattened again.
@@ -275,6 +324,7 @@ def _register(node: Any) -> bool:
                 type(node), flatten_node, _unflatten_node, namespace=NAMESPACE
             )
             _REGISTERED.add(type(node))
+
     return True
 
 
@@ -298,6 +348,7 @@ def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each
     if isinstance(node, OrderedDict):
         keys = tuple(node)
         return [node[key] for key in keys], _Container(OrderedDict, keys, keys), keys
+
     if isinstance(node, Mapping):
         keys = tuple(total_order_sorted(node))
         return [node[key] for key in keys], _Container(dict, keys, tuple(node)), keys
@@ -309,6 +360,7 @@ def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each
         original = ref(node) if hasattr(node, "__dict__") else None
         container = _Container(type(node), names, (), original)
         return [getattr(node, name) for name in names], container, names
+
     return None
 
 
@@ -337,11 +389,13 @@ class _Container(NamedTuple):
         if issubclass(self.kind, dict):
             return self.kind([(key, by_key[key]) for key in self.order])
 
+        # Attributes that are no fields are copied from the original, as long as it lives.
         original = self.original and self.original()
         made = object.__new__(self.kind) if original is None else copy(original)
         for name, value in by_key.items():
             # Also of frozen dataclasses, and of fields that `__init__` does not take.
             object.__setattr__(made, name, value)
+
         return made
 
 
@@ -395,9 +449,11 @@ def open_leaves(
                 leaf = _unwrap(backend, leaves[number], in_place=in_place, whole=whole)
                 if leaf is not None:
                     wrapped[number] = leaf
+
         arrays = list(leaves)
         for number, leaf in wrapped.items():
             arrays[number] = leaf.array
+
     if leaf_info is None:
         leaf_info = _learn_leaf_info(backend, leaves, arrays, tuple(wrapped), (name, whole))
 
@@ -407,6 +463,7 @@ def open_leaves(
     if in_place and not backend.writes:
         # Its error says what to use for arrays that never change.
         find_shared_storage(backend, leaves, tree.place)
+
     return tree
 
 
@@ -421,6 +478,7 @@ def _learn_leaf_info(
     with backend.computation_context():
         leaf_info = LeafInfo(backend, arrays, wrapped)
     signature = backend.signature(leaves)
+    # Compiled code keeps nothing: it would be compiled again for each entry of a cache.
     if signature is None:
         return leaf_info
     if len(backend.leaf_infos) >= LEAF_INFO_CACHE_SIZE:
@@ -472,6 +530,7 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
     def described(number: int) -> str:
         return f"{place(name, spec.paths()[number])} is a {describe(leaves[number])}"
 
+    # The first leaf decides, and an error names it beside the one that differs.
     chosen = None
     first = 0
     for number, leaf in enumerate(leaves):
@@ -485,19 +544,23 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
                 "iterator as a list, an absent gradient as None)"
             )
             raise TypeError(msg)
+
         reason = backend.unsupported_reason(leaf, gradient=name == "grads")
         if reason:
             msg = f"{described(number)}: {reason}"
             raise TypeError(msg)
+
         if chosen is None:
             chosen = backend
             first = number
+
         if backend is not chosen:
             msg = (
                 f"{described(number)} but {described(first)}: convert all gradients to one "
                 "framework first"
             )
             raise TypeError(msg)
+
     return chosen or DEFAULT
 
 
@@ -515,6 +578,7 @@ def find_shared_storage(
     ValueError
         If two leaves overlap in memory, and are not the same.
     """
+    # Most backends can tell quickly that all leaves can be written and share nothing.
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
     storages = backend.storage([leaves[number] for number in present])
     if storages is None:
@@ -534,6 +598,7 @@ def find_shared_storage(
                 "clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
+
         # If its place in memory is unknown, a leaf can only be the same object as another one.
         if view is None and unknown.setdefault(_identity(leaf), number) != number:
             repeated.add(number)
@@ -562,7 +627,9 @@ def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> se
                 "own, or use uc.clip"
             )
             raise ValueError(msg)
+
         repeated.add(later)
+
     return repeated
 
 
@@ -588,6 +655,7 @@ def with_params(
         if needs_params:
             msg = f"{summarize(rule)} compares gradients with their parameters: pass params="
             raise ValueError(msg)
+
         return tree, None
 
     present = tree.leaf_info.present
@@ -603,7 +671,9 @@ def with_params(
         for number, shard in params.shards.items():
             if tree.leaves[number] is None:
                 wrapped[number] = WrappedLeaf(None, shard=shard)
+
         tree = tree._replace(wrapped=dict(sorted(wrapped.items())))
+
     return tree, _match_params(rule, tree, params) if needs_params else None
 
 
@@ -617,6 +687,7 @@ def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
     if not compiling() and params.spec == tree.spec:
         return params
 
+    # By their paths: a tree of parameters may have more leaves, or another order.
     numbers = {path: number for number, path in enumerate(params.paths())}
     leaves: list[Leaf] = []
     arrays: list[Any] = []
@@ -627,6 +698,7 @@ def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
         arrays.append(None if old is None else params.arrays[old])
         if old in params.wrapped:
             wrapped[number] = params.wrapped[old]
+
     return params._replace(leaves=leaves, arrays=arrays, spec=tree.spec, wrapped=wrapped)
 
 
@@ -643,6 +715,7 @@ def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> Opened
         norms of their own.
     """
     _check_params(tree, params)
+    # A parameter without gradient has no part in this step.
     arrays = list(params.arrays)
     for number, leaf in enumerate(tree.leaves):
         if leaf is None:
@@ -655,6 +728,7 @@ def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> Opened
         for number in tree.wrapped:
             if tree.is_sparse(number):
                 arrays[number] = _take_stored_rows(rule, tree, number, arrays[number])
+
     wrapped = {
         number: WrappedLeaf(arrays[number], shard=shard)
         for number, shard in shards.items()
@@ -671,11 +745,13 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
     if present and params.leaf_info.present and params.backend is not tree.backend:
         msg = f"{params.place(present[0])} is of another framework than {tree.place(present[0])}"
         raise TypeError(msg)
+
     shapes = tree.shapes()
     for number in present:
         if params.leaves[number] is None:
             msg = f"{tree.place(number)} has no parameter: {params.place(number)} is missing"
             raise ValueError(msg)
+
         shape = params.leaves[number].shape
         of_gradient = shapes[number]
         # A length of None is known when the program runs.
@@ -701,6 +777,7 @@ def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tenso
             "a norm of whole leaves"
         )
         raise TypeError(msg)
+
     return tree.backend.xp.take(array, tree.wrapped[number].rows, axis=0)
 
 
@@ -716,7 +793,7 @@ def _divide_alike(
         leaf = params.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), tree.backend.output_axis)
         of_gradient = tree.shard(number)
-        of_param: Shard = shards.get(number)
+        of_param: Any = shards.get(number)
         divided = of_gradient and of_gradient.divided(axes)
         if divided == (of_param and of_param.divided(axes)):
             continue
@@ -724,5 +801,7 @@ def _divide_alike(
             arrays[number] = of_param.gather(leaf)
         else:
             arrays[number] = of_gradient.divide(leaf)
+
         shards[number] = of_gradient
+
     return arrays, shards
