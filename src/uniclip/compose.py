@@ -17,7 +17,7 @@ import optree
 
 from uniclip._core.plan import check_answers_differ, is_new
 from uniclip._core.step import state_where
-from uniclip._core.tree import Flat, OpenedTree, backend_for, flatten, open_tree
+from uniclip._core.tree import Flat, OpenedTree, Spec, backend_for, flatten, open_tree
 from uniclip._errors import (
     check,
     describe,
@@ -211,7 +211,7 @@ class Masked(BaseRule):
                 merged[number] = new
         return spec.unflatten(merged), state, report
 
-    def choose_leaves(self, leaves: list[Any], spec: optree.PyTreeSpec) -> list[Any]:
+    def choose_leaves(self, leaves: list[Any], spec: Spec) -> list[Any]:
         """Return the leaves that are chosen, with ``None`` in the places of the others."""
         chosen: list[Any] = [None] * len(leaves)
         for number, path in enumerate(spec.paths()):

@@ -239,7 +239,7 @@ class NormSpace:
             return sums[0]
         # Stacked and reduced at once, since a chain of additions is slow to compile.
         rows = self.stack(sums)
-        backend = DEFAULT if isinstance(rows, np.ndarray) else self.library
+        backend: Backend = DEFAULT if isinstance(rows, np.ndarray) else self.library
         return backend.reduce_rows(rows, op)
 
     def all(self, flags: list[Any]) -> Flags:
