@@ -8,7 +8,7 @@ It holds no code of a framework. A library that follows the array API standard n
   are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
   `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`);
-- *may* be faster, and change arrays in place (`fast_path`, `sums`, `norms`,
+- *may* be faster, and change arrays in place (`fast_path`, `fast_path_reads`, `sums`, `norms`,
   `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), keep constants on a device
   (`constant`), run again what was `captured`, and have shards in several processes
   (`reducer`, `replicas`, `rank`);
@@ -532,6 +532,15 @@ class Backend(Generic[A]):
         path.
         """
         return None
+
+    @staticmethod
+    def fast_path_reads(leaf: Any) -> bool:
+        """Return whether the fast path reads the norm of leaves like this one.
+
+        A rule that raises errors takes it only then. Others return ``None`` for what they cannot
+        read, so that this needs no look at the leaf.
+        """
+        return True
 
     # Sums and products, for speed and memory.
 
