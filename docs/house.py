@@ -74,6 +74,8 @@ def follow_gradient(rule: uc.Rule) -> list[str]:
             rooms[room_of(path)] = None
 
     tree = {"w": np.ones((4, 3)), "b": np.ones(3)}
+    # The first step of a process looks for the library of its arrays.
+    uc.clip(tree, rule, tree)
     sys.setprofile(see)
     try:
         uc.clip(tree, rule, tree)
