@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The functions people call: clip by any rule, in place or summed over examples,
-and the familiar functions.
+"""The public functions: clip by any rule, in place or summed over examples, and functions with the
+names that other libraries use.
 
-The familiar functions keep their established names and argument order. Docstring examples assume
-``np`` and ``uc``.
+The latter keep their established names and argument order. Docstring examples assume ``np`` and
+``uc``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def clip(
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> tuple[T, Report]:
-    """Clip gradients by a rule without memory, or by a function of one gradient array.
+    """Clip gradients by a stateless rule, or by a function of one gradient array.
 
     Parameters
     ----------
@@ -50,12 +50,12 @@ def clip(
         How to reduce over the processes or devices that hold parts of one tree: a function of
         ``(array, op)`` that reduces an array elementwise over all of them, where ``op`` is
         ``"sum"`` or ``"max"``; a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of
-        a JAX axis, or a tuple of names. A rule with one norm takes any leaves in each process. One
-        with a norm for each leaf needs the same leaves in all of them, ``None`` where one is
-        absent; named groups (`uniclip.by_group_norm`) may be empty in some.
+        a JAX axis, or a tuple of names. With one norm, processes may have different leaves. With a
+        norm for each leaf, all need the same leaves, ``None`` where one is absent. Named groups
+        (`uniclip.by_group_norm`) may be empty in some.
     shared : callable, optional
-        A function of a leaf's path (a tuple of keys) and the leaf, for copies that count once: true
-        if every process holds it, or the number of those that do.
+        A function of a leaf's path (a tuple of keys) and the leaf, for replicas, which then count
+        once: return ``True`` if every process holds a copy, or the number of those that do.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def clip(
         If a leaf is not an array, leaves belong to two frameworks, a function does not return an
         array, or ``rule`` is neither a rule nor a function.
     ValueError
-        If the rule has memory, a limit is negative or NaN, or an iterator is exhausted.
+        If the rule is stateful, a limit is negative or NaN, or an iterator is exhausted.
     FloatingPointError
         If the rule has ``nonfinite="raise"`` and a gradient is not finite.
 
@@ -110,11 +110,11 @@ def clip_(
     Raises
     ------
     TypeError
-        As `clip`; and if something is to be written and an array cannot be: the framework's arrays
-        are immutable, it is read-only, or several of its entries share memory; or if it holds
-        integers and the rule measures norms.
+        As `clip`; and if an array has to be written and cannot be: the framework's arrays are
+        immutable, it is read-only, or several of its elements share memory; or if it holds integers
+        and the rule measures norms.
     ValueError
-        As `clip`; and if something is to be written and two arrays overlap.
+        As `clip`; and if an array has to be written and overlaps with another.
     FloatingPointError
         As `clip`. After an error raised by uniclip no array has changed, except by earlier rules of
         a `chain`.
@@ -149,7 +149,7 @@ def clip_and_sum(
         The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))``
         and ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
     rule : Rule
-        One without memory, such as `uniclip.by_example_norm`. With a limit for each layer:
+        A stateless one, such as `uniclip.by_example_norm`. With a limit for each layer:
         ``uc.Rule(uc.limits.PerGroup(limits), scope=uc.Scope(uc.scopes.each_example.axes, label))``.
     params, all_reduce, shared
         As in `clip`.
@@ -180,15 +180,15 @@ def clip_and_sum(
     """
     if not isinstance(rule, Rule):
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {summarize(rule)}"
-        # The leaves that a mask leaves out would be summed without a limit.
+        # A mask would let the leaves that it leaves out into the sum without any limit.
         if any([isinstance(inner, Masked) for inner in walk_rules(rule)]):
             msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
         raise TypeError(msg)
 
-    update = "clipped, state, report = rule.update(grads, state), and add up what is clipped"
+    update = "clipped, state, report = rule.update(grads, state), and sum the clipped gradients"
     _check_stateless(rule, update)
 
-    # The fast path knows no examples.
+    # Not `run_step`: the fast path has one norm for all examples together.
     tree = open_tree(grads)
     step = Step(params, all_reduce, shared=shared)
     result = run_general_step(rule, tree, _NO_STATE, step, rule.constant, apply=sum_examples)
@@ -196,7 +196,7 @@ def clip_and_sum(
 
 
 def clip_by_value(grads: T, min: Number, max: Number) -> T:
-    """Clip each entry into ``[min, max]``.
+    """Clip each element into ``[min, max]``.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def clip_by_norm(
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    # A rule is not made at each call: its plans are kept with it.
+    # A rule caches its plans, so one that is made at each call would plan at each call.
     rule = _rule_of_order(_EACH, ord) if axis is None else None
     if rule is None:
         rule = by_norm(1.0, axis=axis, ord=ord)
@@ -272,7 +272,7 @@ def clip_by_norm(
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
-    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
+    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of elements.
 
     As TensorFlow 1's function of that name. It is not the root mean square ``‖g‖₂/√N``, which
     `uniclip.by_block_rms` limits.
@@ -346,7 +346,7 @@ def clip_by_global_norm(
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    # The usual arguments are one object, which is not made at each call.
+    # One object for the usual arguments, since making one takes a part of a small step.
     step = _USUAL
     if norm is not None:
         step = Step(norm=real("norm", norm, "a number or a 0-d array"))
@@ -400,7 +400,7 @@ def _rule_of_order(rules: dict[float, Rule], ord: object) -> Rule | None:
 
 
 def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
-    """Take a step of a rule without state."""
+    """Take a step of a stateless rule."""
     rule = as_rule(rule)
     where = ", in_place=True" if step.in_place else ""
     _check_stateless(rule, f"clipped, state, report = rule.update(grads, state{where})")
@@ -409,10 +409,10 @@ def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
 
 
 def _check_stateless(rule: BaseRule, update: str) -> None:
-    """Raise if a rule has state, with the call of ``update`` to use."""
+    """Raise if a rule is stateful, and name the call of ``update`` to use instead."""
     if rule.stateful:
         msg = (
-            f"{summarize(rule)} remembers earlier steps: use a uc.Clipper(rule); or "
+            f"{summarize(rule)} is stateful: use a uc.Clipper(rule); or "
             f"state = rule.init(grads), then {update}"
         )
         raise ValueError(msg)

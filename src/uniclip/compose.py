@@ -151,13 +151,13 @@ class Masked(BaseRule):
 
     rule: BaseRule
     where: Callable[[Path, Any], bool]
-    tells_apart: ClassVar[list[bool]]
-    """Whether ``where`` was seen to say different things of leaves: empty before."""
+    answers_checked: ClassVar[list[bool]]
+    """Not empty once `check_answers_differ` has accepted what ``where`` returns for a tree."""
 
     def __post_init__(self) -> None:
         """Validate ``where``."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
-        set_frozen_fields(self, tells_apart=[])
+        set_frozen_fields(self, answers_checked=[])
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
@@ -194,7 +194,7 @@ class Masked(BaseRule):
                 check_answers_differ(
                     "masked(rule, where)", self.where, spec.paths(), leaves, answers
                 )
-            self.tells_apart.append(True)
+            self.answers_checked.append(True)
         if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()
 

@@ -33,55 +33,57 @@ from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves, everything
 
 POLICIES = get_args(NonFinite)
-"""Policies for gradients that hold NaN or ∞, or whose norm overflows.
+"""Policies for gradients with NaN or ∞, or with a norm that overflows.
 
-In the order of a step: ``"zero"`` makes such entries 0 and measures again, ``"raise"`` raises an
-error, and ``"skip"`` makes all factors 0, all in `uniclip._core.step`.
+In the order of a step: ``"zero"`` sets such elements to 0 and measures again, ``"raise"`` raises an
+error, ``"skip"`` sets all factors to 0, and ``"propagate"`` does nothing. See
+`uniclip._core.step`.
 """
 
 
 @dataclass(frozen=True, repr=False)
 class Choices(Printed):
-    """The choices that a `uniclip.Rule` is made of, and what follows from them."""
+    """The choices of a `uniclip.Rule`, and attributes derived from them."""
 
     if TYPE_CHECKING:
-        limit: Limit  # a number that is given becomes one
+        limit: Limit  # `__post_init__` converts numbers
     else:
         limit: MaxNorm
-    # Compilers cannot take plain defaults of a class.
+    # Factories: compilers cannot trace defaults that are instances of uniclip's classes.
     scope: Scope = field(default_factory=lambda: all_leaves)
     norm: Norm = field(default_factory=lambda: L2)
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
 
-    # What follows is found out when a rule is made. It is no choice: neither compared, nor printed,
-    # nor copied. A dataclass takes what is marked as a variable of the class for no field.
+    # Derived when a rule is made, since a step has no time for it. `ClassVar` keeps these
+    # attributes out of the fields: they are neither compared, nor printed, nor copied.
     stateful: ClassVar[bool]
     """Whether the state of the rule changes from step to step."""
     simple: ClassVar[bool]
-    """Whether it is one Euclidean norm with a constant limit, so that the fast path may take it."""
+    """Whether it limits one Euclidean norm by a constant, which the fast path supports."""
     constant: ClassVar[Any]
-    """Its constant limit, ``None`` if it has another one."""
+    """The constant limit, ``None`` if the limit is not constant."""
     holds_arrays: ClassVar[bool]
-    """Whether limit or curve have arrays, beside a constant, as attributes or in a closure:
-    then nothing is NumPy's.
+    """Whether the curve, or a limit that is not constant, has arrays as attributes or in a closure.
+
+    If so, a step keeps its norms in the library of the gradients, not in NumPy.
     """
     limits_checked: ClassVar[bool]
-    """Whether its limits need no check at a step: uniclip's own,
-    of numbers that were checked when it was made.
+    """Whether a step need not check the limits: they are built in, and their numbers were validated
+    when the rule was made.
     """
-    decides: ClassVar[bool]
-    """Whether it has to know that a step is finite."""
+    needs_finite: ClassVar[bool]
+    """Whether a step must find out if it is finite: to keep the old state, to raise, or to skip."""
     zeroes: ClassVar[bool]
-    """Whether factors of 0 make zeros of NaN and ∞, too."""
+    """Whether a factor of 0 turns NaN and ∞ into 0, too."""
     elementwise_curve: ClassVar[bool]
-    """Whether its curve is one of uniclip's that takes norms in any shape, and drops none."""
+    """Whether its curve is built in, takes norms of any shape, and rejects none."""
     by_shape: ClassVar[bool]
-    """Whether its norms depend on more of a leaf than its kind and its place."""
-    tells_apart: ClassVar[list[bool]]
-    """Whether the label of its groups was seen to say different things of leaves: empty before."""
+    """Whether its plans depend on the shapes of leaves, not only on their dtypes and paths."""
+    answers_checked: ClassVar[list[bool]]
+    """Not empty once `check_answers_differ` has accepted the labels of a complete tree."""
     cache: ClassVar[RuleCache]
-    """What is kept from step to step: plans, and what processes have agreed on."""
+    """Plans, and what processes have agreed on, kept between steps."""
 
     if TYPE_CHECKING:
 
@@ -107,19 +109,19 @@ class Choices(Printed):
         )
         check("curve", self.curve, is_function, wanted)
         one_of("nonfinite", self.nonfinite, POLICIES)
-        self._find_out()
+        self._derive()
 
-    def _find_out(self) -> None:
-        """Set what follows from the choices, and make the cache."""
+    def _derive(self) -> None:
+        """Set the attributes that follow from the choices, and make the cache."""
         limit = self.limit
         scope = self.scope
-        # What is true of a limit for each group has to be true of all of them.
+        # A property of `PerGroup` must hold for the limit of each group.
         limits = [limit]
         if isinstance(limit, PerGroup):
             limits = [of_group for _, of_group in limit.limits]
         constant = limit.value if type(limit) is Constant else None
 
-        # The fast path raises errors, too: it knows the norm, or is not taken.
+        # With "raise" the fast path runs only where it reads the norm, so it can raise, too.
         whole = scope.label is everything and scope.axes is None
         simple = constant is not None and whole and self.norm == L2 and self.curve is hard
         simple = simple and self.nonfinite in {"propagate", "raise"}
@@ -135,11 +137,11 @@ class Choices(Printed):
             simple=simple,
             holds_arrays=holds_arrays,
             limits_checked=all(built_in) and not holds_arrays,
-            decides=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
+            needs_finite=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
             elementwise_curve=own_curve and not rejects(self.curve),
             by_shape=scope.axes is not None or by_group or uses_sizes,
-            tells_apart=[],
+            answers_checked=[],
             cache=RuleCache(),
         )
 
@@ -151,7 +153,7 @@ class Choices(Printed):
     def __setstate__(self, choices: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
         set_frozen_fields(self, **choices)
-        self._find_out()
+        self._derive()
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
         """Return the arguments as source text, a constant limit as its value."""
@@ -162,7 +164,7 @@ class Choices(Printed):
 
 
 def _holds_arrays(limits: list[Limit], curve: Curve) -> bool:
-    """Return whether limits that are no constants, or a curve, have arrays of their own."""
+    """Return whether a curve, or limits that are not constant, have arrays."""
     choices: list[object] = [limit for limit in limits if type(limit) is not Constant]
     choices.append(curve)
     values: list[Any] = []
@@ -178,7 +180,7 @@ P = ParamSpec("P")
 
 
 class BaseRule(Printed):
-    """A rule, which takes a step with validated arguments."""
+    """The base class of rules: `update` validates the arguments, `_run` takes the step."""
 
     stateful: ClassVar[Any]
     """Whether the state of the rule changes from step to step."""
@@ -244,7 +246,7 @@ class Rule(Choices, BaseRule):
         How large the norm may be; a number for the same limit at every step, ``math.inf`` to only
         measure.
     scope : Scope, default all_leaves
-        Which entries share one norm.
+        Which elements share one norm.
     norm : Norm, default L2
         How their size is measured.
     curve : callable, default hard
@@ -253,7 +255,7 @@ class Rule(Choices, BaseRule):
     nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
         What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm
         becomes NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``:
-        the entries that are not finite become 0, then the rest is clipped. ``"raise"``: a
+        the elements that are not finite become 0, then the rest is clipped. ``"raise"``: a
         ``FloatingPointError``, which is a ``RuntimeError`` too, names the leaves; traced code has
         no values, so there it is a ``TypeError``. With each of them the state stays as it was.
 
@@ -294,14 +296,14 @@ class Rule(Choices, BaseRule):
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
         result = run_step(self, grads, state, step)
-        # In place, the tree that came in holds the clipped gradients; an iterator is used up.
+        # In place, the caller gets the same tree back; an iterator is exhausted by now.
         if step.in_place and not isinstance(grads, Iterator):
             return grads, result.state, result.report()
         return result.clipped(), result.state, result.report()
 
 
 def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
-    """Return a function that makes rules which print as its calls."""
+    """Decorate a function that returns rules, so that they print as its calls."""
 
     @wraps(make)
     def call(*positional: P.args, **named: P.kwargs) -> Rule:
@@ -314,7 +316,7 @@ def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
 
 def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
     """Take a step by a rule of any class; ``grads`` may be `uniclip._core.tree.Flat`."""
-    # A class of a user may have an `update` of its own, which gets its arguments one by one.
+    # A user's class may override `update`, which takes the arguments one by one.
     if isinstance(rule, BaseRule) and type(rule).update is BaseRule.update:
         return rule._run(grads, state, step)  # noqa: SLF001 - what `update` calls
     if isinstance(grads, Flat):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""What a step is made of; private: everything public is in `uniclip`."""
+"""The parts of a step. Private: everything public is in `uniclip`."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Multiply leaves by their factors: into new arrays, in place, or summed over examples.
 
-A step ends here. How large the factors are is decided in `uniclip._core.step`.
+This is the last part of a step. `uniclip._core.factors` computes the factors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LIMIT_FOR_EACH_LAYER = (
 """How to limit each example's gradient layer by layer, for errors."""
 
 Apply: TypeAlias = "Callable[[Choices, OpenedTree, Plan, Sequence[Factors]], list[Any]]"
-"""Makes the leaves that a step returns of the opened gradients and the factors of each block."""
+"""A function that returns the leaves of a step's result, given the opened gradients and the factors
+of each block.
+"""
 
 
 class StepResult(NamedTuple):
@@ -38,7 +40,7 @@ class StepResult(NamedTuple):
 
     leaves: list[Any]
     unflatten: Callable[[list[Any]], Any]
-    """Makes a tree like the one that came in."""
+    """Returns a tree of the structure that the gradients had."""
     values: StepValues
     """The norms, limits and factors of each block."""
     state: State
@@ -61,7 +63,7 @@ def scale_leaves(
     rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
 ) -> list[Any]:
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
-    # A leaf whose factor is 1 is not even read, and comes back as the same object.
+    # Most steps clip nothing: a leaf whose factor is 1 is not read, and is returned as it is.
     changed = _find_changed(plan, factors)
     products = _make_products(rule, tree, plan, changed, factors)
     if tree.in_place:
@@ -82,13 +84,13 @@ def scale_leaves(
 def sum_examples(
     rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
 ) -> list[Any]:
-    """Return the sum of the clipped gradients along their first axis, that of the examples."""
+    """Return the clipped gradients summed over the examples, their first axis."""
     _check_summable(tree, plan)
     backend = tree.backend
     xp = tree.backend.xp
     present = tree.leaf_info.present
 
-    # Many rounded examples would add up to a rounding error: they are summed in float32 or wider.
+    # The rounding errors of many float16 examples would add up, so they are summed in float32.
     arrays = [tree.arrays[number] for number in present]
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
     of_library = [plan.math.to_library(of_block) for of_block in factors]
@@ -102,7 +104,7 @@ def sum_examples(
         if xp.isdtype(dtype, "integral"):
             dtype = tree.arrays[number].dtype
         total = cast(xp, xp.sum(product, axis=0), dtype)
-        # The examples of a distributed leaf may be divided among processes.
+        # Each process may hold only some examples of a distributed leaf.
         shard = tree.shard(number)
         if shard is not None:
             total = shard.sum_examples(leaf, total)
@@ -115,7 +117,7 @@ def _find_changed(plan: Plan, factors: Sequence[Factors]) -> list[int]:
     """Return the numbers of the leaves whose factors may differ from 1, in the order of blocks."""
     changed: list[int] = []
     for block, of_block in zip(plan.blocks, factors, strict=True):
-        # Without a look at the values, every leaf is multiplied.
+        # Reading the factors of an accelerator would wait for it, so all leaves are multiplied.
         if not isinstance(of_block, np.ndarray):
             for group in block.groups:
                 changed += group
@@ -153,7 +155,7 @@ def _make_products(
 def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Products) -> None:
     """Multiply some leaves in place, each storage once.
 
-    Leaves in which measuring replaced entries by 0, by the policy ``"zero"``, are written, too.
+    Also write leaves in which the policy ``"zero"`` has replaced elements by 0.
     """
     backend = tree.backend
     wrapped = tree.wrapped
@@ -164,7 +166,8 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     if not numbers and not zeroed:
         return
 
-    # An array that occurs twice counts twice in the norm, and is multiplied once.
+    # An array that occurs twice counts twice in the norm. Multiplied twice, it would be scaled by
+    # the square of its factor.
     repeated, again = tree.find_repeated()
     if not (wrapped or again or zeroed):
         backend.scale(products)
@@ -181,16 +184,16 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     if rows:
         backend.scale(products.take(rows, [targets[numbers[row]] for row in rows]))
 
-    # What was multiplied in a copy goes back into its leaf.
+    # Copies that were multiplied are written back into their leaves.
     written = {*numbers, *zeroed} - again
     tree.write([n for n in wrapped if n in written and targets[n] is wrapped[n].array])
 
 
 def _target_of(leaf: WrappedLeaf, *, single: bool) -> Any:
-    """Return what is multiplied of a wrapped leaf.
+    """Return the array of a wrapped leaf to multiply in place.
 
-    One number multiplies its storage as it is, which saves a copy back. A storage that leaves
-    share, or that has other elements, takes the values of the array instead.
+    With a single factor this is its storage, which saves writing a copy back. The caller leaves out
+    storage that other leaves share.
     """
     return leaf.storage if single and leaf.storage is not None else leaf.array
 
@@ -208,22 +211,22 @@ def _check_summable(tree: OpenedTree, plan: Plan) -> None:
         axes = plan.axes[number]
         if shape and (axes is None or 0 in axes):
             msg = (
-                "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
-                f"{summarize(plan.scope)}, takes one norm over all of them"
+                "rule must have a norm for each example, as uc.by_example_norm(1.0) does: its "
+                f"scope, {summarize(plan.scope)}, has one norm over all of them"
             )
             if plan.scope.label not in {None, everything}:
                 msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
             raise ValueError(msg)
 
         first = tuple(shapes[present[0]])
-        # A length of None is known when the program runs.
+        # A compiled program may learn a length only when it runs: then it is None here.
         as_many = bool(first and shape) and (
             first[0] == shape[0] or first[0] is None or shape[0] is None
         )
         if not as_many:
             places = " and ".join(tree.place(n) for n in (present[0], number))
             msg = (
-                f"leaves need as many examples along the first axis, but {places} have the shapes "
-                f"{[first, shape]}"
+                f"leaves need equal numbers of examples along the first axis, but {places} have "
+                f"the shapes {[first, shape]}"
             )
             raise ValueError(msg)

@@ -383,7 +383,7 @@ def _check_labels(
         answers = [answer for answer, numbers in members.items() for _ in numbers]
         what = "scopes.groups(label)"
         check_answers_differ(what, label, tree.paths(), tree.leaves, answers)
-        rule.tells_apart.append(True)
+        rule.answers_checked.append(True)
 
 
 def _stack_norms(  # noqa: PLR0913 - made in one place
@@ -522,11 +522,11 @@ def _add_collectives(
 
 
 def is_new(rule: Any) -> bool:
-    """Return whether a rule with a mask or a label has met no tree yet.
+    """Return whether the answers of a rule's mask or label are still to be checked.
 
     Compiled code checks nothing.
     """
-    return not (rule.tells_apart or compiling())
+    return not (rule.answers_checked or compiling())
 
 
 def check_answers_differ(  # noqa: PLR0913 - a function, and what it was called with

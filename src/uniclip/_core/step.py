@@ -154,7 +154,7 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
         measured = measure(rule, plan, trees, step, tree)
 
     step_finite = None
-    if rule.decides:
+    if rule.needs_finite:
         step_finite = _check_finite(rule, plan, tree, measured)
 
     limits, thresholds, new_state = find_limits(rule, plan, tree, measured, state, constant)

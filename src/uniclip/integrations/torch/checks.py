@@ -69,7 +69,7 @@ def check_masks_and_labels(rule: BaseRule, paths: list[Path], leaves: list[torch
             what = "masked(rule, where)"
             answers = [bool(answer) for answer in answers]
         check_answers_differ(what, function, paths, leaves, answers, by_leaf=named)
-        inner.tells_apart.append(True)
+        inner.answers_checked.append(True)
 
 
 def _call_on_path(
