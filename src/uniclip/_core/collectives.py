@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Reductions over processes: which of them hold shards of what is measured,
-and how partial sums are combined.
+"""Cross-process reductions: which processes hold which shards, and how sums are all-reduced.
 
-A step reduces at one line, between the sums of leaves and their roots: one payload for each group
-of processes that hold shards of distributed leaves, and one for ``all_reduce``. Sums are reduced in
-float64, where there is one, so that nothing overflows; of a replica that n processes hold, each
-contributes 1/n. What differs between processes is a number in the payload, or agreed on at the
-first step, by `Reduction.agree`. In a run of one process nothing here is used.
+A step reduces once, between the sums of leaves and their roots: one vector for each group of
+processes that hold shards of distributed leaves, and one for ``all_reduce``. Each reduction costs a
+latency, so the vector also has what else processes exchange, the `Payload`. Sums are reduced in
+float64 where the library has it, so that nothing overflows. Of a leaf with n replicas, each process
+contributes 1/n. Facts that never change are agreed on at the first step, by `Reduction.agree`. A
+run of one process uses nothing of this module.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from uniclip.rule import Choices
 
 REDUCTION_CACHE_SIZE = 64
-"""The number of reductions that a rule keeps."""
+"""The largest number of reductions in the cache of a rule."""
 
 
 AllReduce: TypeAlias = Reduce | str | tuple[str, ...] | Any
-"""How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh,
-or names of axes.
+"""How to reduce over processes: a function of ``(array, op)``, a process group, a mesh, or names of
+axes.
 """
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
-"""How many processes hold a leaf, given its path and itself; true for all of them."""
+"""A function of a leaf's path and the leaf: how many processes hold it, ``True`` for all."""
 
 
 class Reduction:
-    """What the processes of an ``all_reduce`` know of each other.
+    """What the processes of one ``all_reduce`` have agreed on.
 
-    Python values only, as traces read them.
+    The attributes are Python values, since traced code reads them.
     """
 
     __slots__ = ("_reference", "checked", "narrow", "shared", "size")
@@ -82,9 +82,10 @@ class Reduction:
         return reducer_of(backend, self.all_reduce)(array, op)
 
     def agree(self, rule: Choices, names: list[str] | None, math_: NormSpace) -> None:
-        """Compare the rules and the norms of all processes, and count these, at the first step.
+        """Compare the rules and the norms of all processes, and count the processes.
 
-        All come to the same conclusion, since it is drawn from one sum.
+        Called at the first step. All processes raise or none does, since they compare one sum: if
+        only some raised, the others would wait for them forever.
 
         Parameters
         ----------
@@ -96,9 +97,9 @@ class Reduction:
         Raises
         ------
         ValueError
-            In every process, if they differ.
+            In every process, if rules or norms differ.
         """
-        # Text cannot be summed: four bytes of its checksum, and their squares, can.
+        # Processes can reduce numbers, not text: they sum four bytes of its checksum, and squares.
         choices = _describe_choice([getattr(rule, choice.name) for choice in fields(rule)])
         rows: Any = 1 if names is None else names
         words = _digest(f"{choices} {self.shared is not None} {rows}")
@@ -107,16 +108,16 @@ class Reduction:
         with math_.library.allow_float64():
             [total] = reduce_payload(math_, [sent], "sum", self)
 
-        # Numbers are equal in all processes if the sum of their squares says that they do not vary.
+        # n numbers are equal if n times the sum of their squares is the square of their sum.
         totals = np.asarray(math_.read(total), np.float64)
         count, wide = totals[:2]
         if not np.allclose(count * totals[6:], totals[2:6] ** 2, rtol=1e-12):
             msg = (
-                "the processes that all_reduce joins use different rules or have different "
-                f"leaves or groups, and this one {summarize(rule)}: use one rule in all of them, "
-                "on the same tree, with None for what is absent; leaves that are whole in their "
-                "process need no all_reduce, and groups with a limit for each name "
-                "(uc.by_group_norm) may be empty in some"
+                "the processes of all_reduce= have different rules, leaves, or groups (the rule of "
+                f"this one is {summarize(rule)}): use the same rule in all of them, on the same "
+                "tree, with None for an absent leaf; leaves that are whole in their process need "
+                "no all_reduce=, and groups with a limit for each name (uc.by_group_norm) may be "
+                "empty in some"
             )
             raise ValueError(msg)
 
@@ -130,9 +131,9 @@ def reduction_of(
     all_reduce: AllReduce | None,
     shared: Shared | None,
 ) -> Reduction | None:
-    """Return the reduction of a rule over some processes, ``None`` without ``all_reduce``.
+    """Return the reduction for an ``all_reduce``, ``None`` without one.
 
-    It is kept in ``reductions``; compiled code has none and makes a new one.
+    It is cached in ``reductions``. Compiled code passes ``None`` and gets a new one.
     """
     check_shared(all_reduce, shared)
     if all_reduce is None:
@@ -142,7 +143,7 @@ def reduction_of(
     if reductions is None:
         return Reduction(all_reduce, shared)
 
-    # One reduction for each pair, since what the processes agreed on holds for both.
+    # The key is a pair, since processes have compared their rules with or without ``shared``.
     reference = keep_reference(all_reduce)
     key = (reference, shared)
     if key not in reductions:
@@ -154,9 +155,9 @@ def reduction_of(
 
 
 def keep_reference(all_reduce: AllReduce | None) -> Any:
-    """Return a reference to keep.
+    """Return a reference to cache.
 
-    A weak one to a process group, which must end when it is destroyed.
+    It is weak for a process group: a strong one would keep a destroyed group alive.
     """
     return ref(all_reduce) if hasattr(all_reduce, "allreduce") else all_reduce
 
@@ -167,39 +168,36 @@ def follow_reference(reference: object) -> Any:
 
 
 def with_reduced_library(tree: OpenedTree, all_reduce: AllReduce | None) -> OpenedTree:
-    """Return opened gradients; without any, of the library whose processes are joined, if known."""
+    """Return opened gradients, with the backend of ``all_reduce`` if all are absent."""
     if all_reduce is None or tree.leaf_info.present:
         return tree
     return tree._replace(leaf_info=tree.leaf_info.without_leaves(backend_by(all_reduce)))
 
 
 def check_shared(all_reduce: AllReduce | None, shared: Shared | None) -> None:
-    """Raise if ``shared`` is no function, or there is no ``all_reduce``."""
+    """Raise if ``shared`` is not a function, or is passed without ``all_reduce``."""
     check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
     if shared is not None and all_reduce is None:
         msg = (
-            "shared says which leaves are copies beside parts, and nothing joins parts: give "
-            "all_reduce, too"
+            "shared= marks the replicas among the leaves that all_reduce= reduces: pass "
+            "all_reduce=, too"
         )
         raise ValueError(msg)
 
 
 class Payload(NamedTuple):
-    """What processes reduce together with the sums of leaves; ``None`` for what is not asked for.
-
-    There is none in a run of one process.
-    """
+    """What processes reduce in addition to sums, ``None`` for what a step does not need."""
 
     losses: list[Any] | None = None
-    """The sum of their losses, and how many there are."""
-    unsound: list[Any] | None = None
-    """How many arrays have entries that are not finite."""
+    """The sum of the losses, and their number."""
+    nonfinite_arrays: list[Any] | None = None
+    """The number of arrays with elements that are not finite."""
     present: list[Any] | None = None
-    """How many gradients each norm has, an array for each block."""
+    """The number of gradients of each norm, an array for each block."""
     sizes: list[Any] | None = None
-    """How many entries each norm has, an array for each block.
+    """The number of elements of each norm, an array for each block.
 
-    Those of distributed leaves are known.
+    ``all_reduce`` alone sums it: a distributed leaf has its whole shape in every process.
     """
 
     @property
@@ -208,9 +206,9 @@ class Payload(NamedTuple):
         return [array for arrays in self if arrays for array in arrays]
 
     def fill(self, arrays: Iterable[Any]) -> Payload:
-        """Return the payload with other arrays in the places of its own."""
-        left = iter(arrays)
-        return Payload(*[field and [next(left) for _ in field] for field in self])
+        """Return a payload with the same fields, filled with other arrays."""
+        remaining = iter(arrays)
+        return Payload(*[field and [next(remaining) for _ in field] for field in self])
 
 
 class Collectives:
@@ -228,23 +226,23 @@ class Collectives:
         self._plan = plan
         self.reduction = reduction
         self.replicas = None if reduction is None else _replicas_of(plan, tree, reduction)
-        """How many processes hold each leaf, ``None`` if one does.
+        """How many processes hold each leaf, 0 if they have not been counted.
 
-        0 if the processes have not been counted.
+        ``None`` if no leaf has replicas.
         """
         if self.replicas is not None and 0 in self.replicas and plan.math.compiled:
             msg = (
-                "shared marks copies, and in code that is compiled it is not known how many "
-                "processes hold one: join along named axes, or run the step before it is compiled"
+                "shared= marks replicas, and compiled code does not know how many processes hold "
+                "one: pass named axes as all_reduce=, or run one step before it is compiled"
             )
             raise TypeError(msg)
 
         self._shard_groups: list[list[Any]] = []
-        """For each leaf of the gradients, and of the parameters, the processes that hold its
-        norms' shards.
+        """For each leaf of the gradients, and of the parameters, the processes over which its norms
+        are reduced.
         """
         self.divided = False
-        """Whether some norms lie in this process alone, as an axis that they keep is divided."""
+        """Whether each process has norms of its own, because an axis that norms keep is sharded."""
         for by_leaf in shards:
             of_leaves = [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
             self._shard_groups.append([s and s.shard_groups(axes) for s, axes in of_leaves])
@@ -253,10 +251,10 @@ class Collectives:
         self.mesh_groups = _cover_meshes(shards, compiled=plan.math.compiled)
         """As few groups of processes as cover all that hold shards.
 
-        They reduce what belongs to no leaf.
+        They reduce what belongs to no leaf, such as losses.
         """
         self._groups = _distinct([*self._shard_groups, self.mesh_groups])
-        """All groups of processes, in the same order in each process."""
+        """All groups of processes, in the same order in each process, or they would deadlock."""
 
     def reduce_sums(
         self, trees: Sequence[OpenedTree], terms: Sequence[Terms], payload: Payload
@@ -278,21 +276,19 @@ class Collectives:
         return arrays[: len(rows)], payload.fill(arrays[len(rows) :])
 
     def weigher(self, tree: OpenedTree, p: float) -> Callable[[list[Any]], list[Any]] | None:
-        """Return the function that weighs the sums of a tree's leaves,
-        ``None`` if none is held by several processes.
+        """Return a function of the sums of a tree's leaves by which replicas count once.
+
+        ``None`` if no leaf has replicas or shards.
         """
         if self.replicas is None and not tree.shards:
             return None
         return partial(self._weigh, tree, p)
 
     def _weigh(self, tree: OpenedTree, p: float, sums: list[Any]) -> list[Any]:
-        """Return the sums of leaves, those of replicas divided by their number,
-        so that together they count once.
-        """
+        """Return the sums of leaves, divided by the number of their replicas."""
         shards = tree.shards
         weighed = []
         for number, total in zip(self._plan.order, sums, strict=True):
-            # A maximum takes replicas as they are.
             replicas = 1 if self.replicas is None else self.replicas[number]
             value = total
             shard = shards.get(number)
@@ -300,6 +296,7 @@ class Collectives:
                 value = shard.weigh(total)
                 replicas *= shard.replicas
 
+            # Replicas do not change a maximum.
             weighed.append(value / replicas if replicas > 1 and p < math.inf else value)
 
         return weighed
@@ -314,17 +311,18 @@ class Collectives:
         op = op_of(terms[0].p) if terms else "sum"
         sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
         if payload.present is not None:
-            # Gradients are counted as a further tree, whose leaves have the sum 1.
+            # To count gradients, add a further tree in which the sum of each leaf is 1.
             sums.append({number: np.ones(()) for number in plan.order if number >= 0})
 
-        # Each leaf is reduced over the processes that hold its shards, each group in one payload.
-        # Which norms form a block may differ from process to process, the order of leaves does not.
+        # Leaves are sharded over different groups of processes, and one reduction for each group is
+        # enough. Processes may put norms into different blocks, as gradients may be absent in some:
+        # the order of leaves, which they share, lines up what they send.
         norms = [(source, members) for source in range(len(sums)) for members in plan.members]
         order = sorted(range(len(norms)), key=lambda row: (norms[row][0], norms[row][1][:1]))
         addends: list[list[Any]] = [[] for _ in norms]
-        extras = Payload(payload.losses, payload.unsound)
+        extras = Payload(payload.losses, payload.nonfinite_arrays)
         for group in (None, *self._groups):
-            # What this process adds to each norm within the group, `None` for nothing.
+            # What this process adds to each norm within the group, by the row of the norm.
             partial_sums = {}
             for row in order:
                 source, members = norms[row]
@@ -337,20 +335,22 @@ class Collectives:
             for row, value in of_group.items():
                 addends[row].append(value)
 
-        # The leaves of a norm may be reduced by several groups, and by none.
+        # A norm may have leaves of several groups, and leaves that are whole in this process.
         totals = [plan.math.add(of_norm, op) for of_norm in addends]
         blocks = [plan.math.stack(list(b)) for b in in_groups(totals, plan.heights * len(sums))]
         count = len(trees) * len(plan.blocks)
         present = None if payload.present is None else blocks[count:]
-        reduced = payload._replace(losses=extras.losses, unsound=extras.unsound, present=present)
+        reduced = payload._replace(
+            losses=extras.losses, nonfinite_arrays=extras.nonfinite_arrays, present=present
+        )
         return blocks[:count], reduced
 
     def _reduce_within(
         self, group: ShardGroup | None, partial_sums: dict[int, Any], extras: Payload, op: Op
     ) -> tuple[dict[int, Any], Payload]:
-        """Return sums reduced within a group of processes, ``None`` for this one alone.
+        """Return sums reduced within a group of processes; as they are if the group is ``None``.
 
-        What belongs to no leaf goes along in those groups that cover all meshes.
+        The groups that cover all meshes also reduce the extras, which belong to no leaf.
         """
         if group is None:
             return partial_sums, extras
@@ -381,14 +381,14 @@ class Collectives:
         here = [sums[number] for number in numbers if number in sums]
         if here:
             return self._plan.math.add(here, op)
-        # A process whose gradient is absent takes part, or the others would wait for it.
+        # A process whose gradient is absent sends zeros, or the others would wait for it.
         if numbers and group is not None:
-            return self._nothing(tree, numbers[0])
+            return self._zeros_of(tree, numbers[0])
         return None
 
     def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
-        # As terms of which each has a norm by itself.
+        # The backend adds the arrays of each norm, so give each leaf a norm of its own.
         plan = self._plan
         heights = list(map(sum, terms.in_blocks(terms.counts)))
         of_leaves = terms._replace(counts=[1] * len(terms.arrays), blocks=heights)
@@ -397,8 +397,8 @@ class Collectives:
             rows += plan.math.backend.unstack(block)
         return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
 
-    def _nothing(self, tree: OpenedTree | None, number: int) -> Any:
-        """Return the sums of an absent shard of a distributed leaf, or of its gradients' count."""
+    def _zeros_of(self, tree: OpenedTree | None, number: int) -> Any:
+        """Return zeros in the shape of the sums of an absent leaf, or of its gradients' count."""
         axes = self._plan.axes[number]
         if axes is None:
             return self._plan.math.zeros()
@@ -407,31 +407,32 @@ class Collectives:
         return self._plan.math.zeros(kept)
 
     def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
-        """Return flags of the norms, each true only if it is in all processes that have norms of
-        their own.
+        """Return flags, each true only if it is true in all processes.
+
+        They differ only if each process has norms of its own.
         """
         if not self.divided:
             return flags
         math_ = self._plan.math
         xp = self._plan.math.xp
-        # Flags that are false are counted as faults: a maximum finds one in any process.
+        # The reductions are sum and max: all flags are true if the largest of their negations is 0.
         for group in self.mesh_groups:
-            faults = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
-            largest = reduce_payload(math_, faults, "max", group)
-            flags = math_.as_norms([fault < 1 for fault in largest])
+            negations = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
+            largest = reduce_payload(math_, negations, "max", group)
+            flags = math_.as_norms([negation < 1 for negation in largest])
 
         return flags
 
     def count_once(self, counts: dict[int, Any]) -> dict[int, Any]:
-        """Return the numbers of entries of leaves, those of replicas divided by their number."""
+        """Return the numbers of elements of leaves, divided by the number of replicas."""
         if self.replicas is None:
             return counts
         return {number: count / self.replicas[number] for number, count in counts.items()}
 
     def loss_sums(self, loss: Any) -> list[Any] | None:
-        """Return the loss of this process and its count, to be summed over all.
+        """Return the loss of this process and the number of losses, 0 or 1, to be summed over all.
 
-        Both are 0 without a loss; ``None`` for one that is reduced already.
+        ``None`` for a loss that is reduced already.
         """
         if isinstance(loss, Loss):
             return None
@@ -445,7 +446,7 @@ class Collectives:
 class Exchange:
     """The reductions of one step over its processes.
 
-    The first sum takes along what else they exchange, in one payload.
+    The first sum also carries the payload, which saves a reduction.
     """
 
     def __init__(
@@ -453,29 +454,29 @@ class Exchange:
     ) -> None:
         self._collectives = collectives
         self._trees = trees
-        self._waiting: Payload | None = payload if any(payload) else None
+        self._unsent: Payload | None = payload if any(payload) else None
         self._reduced = Payload()
 
     def reduce_sums(self, terms: Sequence[Terms]) -> list[Any]:
         """Return the sums of each norm over all processes, an array for each block of each tree."""
-        payload = self._waiting
-        # A maximum cannot take sums along.
+        payload = self._unsent
+        # A payload is summed, so a maximum cannot carry it.
         if payload is None or not terms or op_of(terms[0].p) != "sum":
             return self._collectives.reduce_sums(self._trees, terms, Payload())[0]
         rows, self._reduced = self._collectives.reduce_sums(self._trees, terms, payload)
-        self._waiting = None
+        self._unsent = None
         return rows
 
     def finish(self) -> Payload:
-        """Return the reduced payload, which goes by itself if no sum took it along."""
-        if self._waiting is not None:
-            _, self._reduced = self._collectives.reduce_sums([], [], self._waiting)
-            self._waiting = None
+        """Return the reduced payload; reduce it by itself if no sum has carried it."""
+        if self._unsent is not None:
+            _, self._reduced = self._collectives.reduce_sums([], [], self._unsent)
+            self._unsent = None
         return self._reduced
 
 
 def _distinct(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return each group of processes once, in the order in which they are met."""
+    """Return each group of processes once, in the order of first occurrence."""
     distinct: dict[Any, None] = {}
     for of_tree in groups:
         for group in of_tree:
@@ -487,7 +488,7 @@ def _distinct(groups: Sequence[Sequence[Any]]) -> list[Any]:
 def _cover_meshes(shards: Sequence[dict[int, Shard]], *, compiled: bool) -> list[Any]:
     """Return as few groups of processes as cover all that hold shards."""
     groups = _distinct([[s.shard_groups() for s in by_leaf.values()] for by_leaf in shards])
-    # Compiled code does not list the processes of a group.
+    # Compilers do not trace the calls that list the processes of a group.
     if len(groups) < 2 or compiled:
         return groups
 
@@ -501,14 +502,18 @@ def _cover_meshes(shards: Sequence[dict[int, Shard]], *, compiled: bool) -> list
 
 
 def _digest(text: str) -> list[float]:
-    """Return four numbers of 8 bits each: their squares are exact in float32,
-    in which some of the user's reduce.
+    """Return a checksum as four numbers of 8 bits.
+
+    Their squares are exact in float32: the user's ``all_reduce`` may have nothing wider.
     """
     return [float(byte) for byte in crc32(text.encode()).to_bytes(4, "big")]
 
 
 def _describe_choice(value: Any) -> str:
-    """Return what a choice is made of, by qualified names and numbers, equal in each process."""
+    """Return a text for a choice that is equal in each process: qualified names and numbers.
+
+    A repr may have memory addresses, which differ.
+    """
     if value is None or isinstance(value, (str, Number)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -533,7 +538,7 @@ def _describe_choice(value: Any) -> str:
 
 
 def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int] | None:
-    """Return how many processes hold each leaf, ``None`` if each is held once."""
+    """Return how many processes hold each leaf, ``None`` if no leaf has replicas."""
     present = tree.leaf_info.present
     arrays = [tree.arrays[number] for number in present]
     shared: list[bool | int] = []
@@ -547,7 +552,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
 
         marked = [bool(shared[number]) for number in present]
 
-    # A library may know where its arrays lie, and then says so itself.
+    # In JAX, for example, the type of an array says along which axes it is replicated.
     counts = plan.math.library.replicas(
         arrays, reduction.all_reduce, marked, lambda n: tree.place(present[n])
     )
@@ -559,7 +564,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
 
     if not any(shared):
         return None
-    # True means all processes, whose number is known once they have agreed.
+    # `True` stands for all processes, which `Reduction.agree` has counted.
     everywhere = [isinstance(one, (bool, np.bool_)) and bool(one) for one in shared]
     return [
         reduction.size if in_all else max(1, int(one))
@@ -584,7 +589,7 @@ def reduce_payload(
         vector = math_.to_library(joined.astype(np.float64, copy=False))
     else:
         local = [math_.to_library(array) for array in local]
-        # XLA makes one reduction of many.
+        # XLA combines many reductions into one by itself.
         if math_.separate:
             wide = [cast(xp, array, math_.sum_dtype) for array in local]
             return [_reduce(math_, array, op, reduction) for array in wide]
@@ -606,7 +611,7 @@ def reduce_payload(
 
 
 def _split(xp: Any, vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Return the arrays of some shapes that a vector consists of."""
+    """Return a vector split into consecutive arrays of these shapes."""
     arrays = []
     start = 0
     for shape in shapes:
@@ -617,7 +622,7 @@ def _split(xp: Any, vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]
 
 
 def _reduce(math_: NormSpace, array: Any, op: Op, reduction: Reduction | ShardGroup) -> Any:
-    """Return an array reduced by a `Reduction`, or by the processes that hold shards."""
+    """Return an array reduced over the processes of a `Reduction` or of a group of shards."""
     reduce: Reduce
     if isinstance(reduction, Reduction):
         reduce = partial(reduction.reduce, math_.library)
@@ -630,7 +635,7 @@ def _reduce(math_: NormSpace, array: Any, op: Op, reduction: Reduction | ShardGr
 
 def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     """Return the largest of all processes' values, NaN if one of them is NaN."""
-    # A maximum of several processes may drop NaN: it goes along as a flag.
+    # The maximum of a communication library may drop NaN, so send a flag for it.
     is_nan = xp.isnan(value)
     number = xp.where(is_nan, xp.zeros_like(value), value)
     flag = xp.astype(is_nan, value.dtype)
@@ -640,12 +645,12 @@ def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:
     shape = tuple(value.shape)
     top, flag = _split(xp, reduced, [shape, shape])
     bad = flag > 0
-    # 0/0, not a constant NaN, which a debugger would report as a result.
+    # NaN as 0/0 at run time: a constant NaN in the graph would stop a NaN debugger at every step.
     return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)
 
 
 def reducer_of(backend: Backend, all_reduce: AllReduce | None) -> Reduce:
-    """Return a function of ``(array, op)`` that reduces over the parts of a tree.
+    """Return a function of ``(array, op)`` that reduces over processes.
 
     Raises
     ------
@@ -665,20 +670,21 @@ def reducer_of(backend: Backend, all_reduce: AllReduce | None) -> Reduce:
 
 
 def raise_if_kept_axes(scope: Scope, all_reduce: AllReduce | None) -> None:
-    """Raise if norms are along axes and ``all_reduce`` is given: which axis is cut is not known.
+    """Raise if norms keep axes and ``all_reduce`` is passed.
+
+    A plain array does not say which of its axes is sharded.
 
     Raises
     ------
     ValueError
-        If the norms of the scope keep axes: those of different units, rows or entries would be
-        added.
+        If the norms of the scope keep axes: norms of different units or rows would be added.
     """
     if all_reduce is not None and scope.axes is not None:
         msg = (
-            f"all_reduce= joins the norms of whole leaves, and {scope!r} gives a leaf many: plain "
-            "arrays do not say which of their axes is divided, so norms of different units could "
-            "be added. Leave all_reduce= out where each leaf is whole in its process; where "
-            "leaves are divided, use distributed arrays (DTensors, or jax.jit with sharded "
+            f"all_reduce= needs one norm for each leaf, or for several, and {scope!r} gives a leaf "
+            "many: plain arrays do not say which of their axes is sharded, so norms of different "
+            "units could be added. Leave all_reduce= out if each leaf is whole in its process; if "
+            "leaves are sharded, use distributed arrays (DTensors, or jax.jit with sharded "
             "arrays), which need no all_reduce="
         )
         raise ValueError(msg)
@@ -687,7 +693,7 @@ def raise_if_kept_axes(scope: Scope, all_reduce: AllReduce | None) -> None:
 def mean_loss(library: Backend, loss: Any, sums: Sequence[Any]) -> Any:
     """Return the mean of the losses of all processes, given their sum and number.
 
-    ``None`` if there is none.
+    ``None`` if no process has a loss.
     """
     xp = library.xp
     total, count = sums
@@ -696,7 +702,8 @@ def mean_loss(library: Backend, loss: Any, sums: Sequence[Any]) -> Any:
     if library.readable(count):
         return total / count if bool(count > 0) else None
 
-    # Without a value, no loss is -∞, which is no spike and enters no state.
+    # Traced code cannot choose to return `None`. It returns -∞, which is no spike, and from which
+    # no state learns.
     has_loss = count > 0
     mean = total / xp.where(has_loss, count, xp.ones_like(count))
     return mean + xp.log(xp.astype(has_loss, count.dtype))
@@ -706,6 +713,6 @@ class Loss(NamedTuple):
     """A loss that is already reduced."""
 
     mean: Any
-    """That of all processes, ``None`` if there is none."""
+    """The mean over all processes, ``None`` if no process has a loss."""
     own: Any
-    """That of this process."""
+    """The loss of this process."""

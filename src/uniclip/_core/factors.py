@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Ask the curve of a rule for the factors of norms and limits.
 
-`hard`, the usual curve, has shorter formulas for compilers and accelerators.
+The usual curve, `hard`, has formulas with fewer operations for compilers and accelerators.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 def compute_factors(
     rule: Choices, plan: Plan, measured: Measured, limits: Sequence[Any], constant: Any
 ) -> list[Any]:
-    """Return the curve's factors for each block: 1 where nothing is limited, NaN where a norm or a
-    limit is not finite.
+    """Return the curve's factors for each block.
 
-    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. A limit equal to
-    the largest number of the norms' dtype limits nothing; a constant number ∞ leaves even NaN as it
-    is. The finite norms may be the norms themselves under a constant limit.
+    A factor is 1 where nothing is limited, and NaN where a norm or a limit is not finite. Its range
+    is that of the norms' and the leaves' dtypes. A limit equal to the largest number of the norms'
+    dtype limits nothing. With a constant limit of ∞ the factor is 1 even for a norm of NaN.
     """
-    # To a compiler no symbol is ∞. A bound on norms holds whatever the limit is.
+    # Not `constant == math.inf`: a compiler that knows the limit as a symbol takes that for false.
+    # `RejectAbove` compares norms with its own bound, whatever the limit is.
     bounded = isinstance(rule.curve, RejectAbove)
     only_measures = isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded
     if only_measures:
@@ -57,7 +57,7 @@ def zero_where_skipped(
     factors: Sequence[Factors],
     step_finite: Flags | None,
 ) -> list[Any]:
-    """Return the factors with 0 for norms, or by ``"skip"`` for steps, that are not finite."""
+    """Return the factors, 0 for norms that are not finite; with ``"skip"``, for such steps."""
     math_ = plan.math
     finite_norms: Any = measured.finite_norms
     zeroed = []
@@ -78,8 +78,8 @@ def _factors_of_block(
     """Return the factors of a block whose norms may be limited."""
     math_ = plan.math
     xp = plan.math.xp
-    # A compiler divides by a constant as it multiplies by its reciprocal, which has to be a normal
-    # number.
+    # Compilers turn a division by a constant into a product with its reciprocal. A subnormal
+    # reciprocal may be flushed to 0.
     is_number = isinstance(limits, NUMBERS)
     has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
     as_array: Any = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
@@ -89,7 +89,7 @@ def _factors_of_block(
         divide = _divide_by_larger if has_reciprocal else _divide_where_limited
         return math_.backend.fast_values(divide, _hard)(norms, as_array)
 
-    # An accelerator takes half as many kernels for these as for the curve.
+    # On an accelerator each operation starts a kernel, and these formulas need half as many.
     rejects_above = isinstance(rule.curve, RejectAbove)
     if math_.on_device and has_reciprocal and (rule.curve is hard or rejects_above):
         factors = as_array / xp.clip(finite_norms, limits, None)
@@ -114,23 +114,24 @@ def _hard(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
 
 
 def _divide_by_larger(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the same by fewer operations, for limits above 0.
+    """Return the same as `_hard` with fewer operations, for limits above 0.
 
-    The division is last, or XLA makes it in each user.
+    The division is last: XLA would repeat one before it in each of its users.
     """
     return limit / (xp.maximum(norm, limit) + (norm - norm))
 
 
 def _divide_where_limited(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the same for limits that may be 0, or so large that nothing is limited,
-    where it divides 1 by 1.
+    """Return the same as `_hard` for any limit, also 0.
+
+    Where nothing is limited it divides 1 by 1.
     """
     within = norm <= limit
     return xp.where(within, 1.0, limit) / (xp.where(within, 1.0, norm) + (norm - norm))
 
 
 def _divide_where_above(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the factor of the curve `hard` for norms that are NaN where they are not finite."""
+    """Return the same as `_hard`, given norms that are NaN where they are not finite."""
     within = norm <= limit
     return xp.where(within, 1.0, limit) / xp.where(within, 1.0, norm)
 
@@ -140,8 +141,8 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
     math_ = plan.math
     xp = plan.math.xp
     curve: Any = rule.curve
-    # PyTorch 2.11 and 2.12 compile no call of an object that is made in compiled code. Most curves
-    # are functions, whose `__call__` no compiler knows.
+    # PyTorch 2.11 and 2.12 do not compile a call of an object that is made in compiled code, but do
+    # compile its `__call__`. That of a function, which most curves are, no compiler knows.
     call = curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve
     try:
         factors = call(xp, norms, limits)
@@ -164,6 +165,6 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
     if never_amplifies(curve):
         return factors
     factors = xp.where(factors > math_.largest_factor, math_.largest_factor, factors)
-    # A condition on another device would have to be read.
+    # A condition on another device would have to be read, which waits for that device.
     limits = math_.backend.to_device_of(norms, limits)
     return xp.where(limits >= math_.largest_norm, xp.ones_like(factors), factors)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The gate of the fast path, and the result of a step that takes it.
+"""The fast path: which steps take it, and the result of such a step.
 
-Nearly every step is one: one Euclidean norm over all leaves, which are whole dense arrays of one
-process, under a constant limit. `uniclip.clip`, PyTorch's functions and the steps of an attached
-optimizer all ask `run_fast_path` and nobody else. What it does not take goes the general way, in
+It limits one Euclidean norm over dense leaves of one process by a constant, as most steps do. On
+small trees the general path takes several times as long. `uniclip.clip`, PyTorch's functions and
+attached optimizers all call `run_fast_path`; if it returns ``None``, they take the general path, in
 `uniclip._core.step`.
 """
 
@@ -33,18 +33,18 @@ _PYTHON_NUMBERS = {float, int}
 def run_fast_path(
     rule: Choices, backend: Backend, leaves: list[Any], limit: Any, step: Step
 ) -> FastResult | None:
-    """Take a step on the fast path; return ``None``, with nothing written, if it takes another."""
+    """Take a step on the fast path; return ``None``, with nothing written, if it does not apply."""
     if not rule.simple or type(limit) not in _PYTHON_NUMBERS:
         return None
 
-    # Parameters, a loss or a known norm are asked for by the general way alone.
+    # Only the general path validates and uses these arguments.
     if step.params is not None or step.loss is not None or step.norm is not None:
         return None
     if step.all_reduce is not None or step.shared is not None:
         return None
 
-    # An error needs the value of the norm, which is not read on an accelerator. One leaf speaks for
-    # all: the fast path takes no tree with leaves on several devices.
+    # To raise an error needs the value of the norm, and on an accelerator it is not read. The first
+    # leaf is enough, since backends take no tree with leaves on several devices.
     if rule.nonfinite == "raise":
         for leaf in leaves:
             if leaf is not None:
@@ -58,9 +58,9 @@ def run_fast_path(
 def run_fast_path_on_storage(
     rule: Choices, tree: OpenedTree, limit: float, step: Step
 ) -> FastResult | None:
-    """Take a step on the fast path where some leaves are wrapped, on the arrays inside of them.
+    """Take a step on the fast path on the arrays inside of wrapped leaves.
 
-    Return ``None``, with nothing written, if it takes another.
+    Return ``None``, with nothing written, if it does not apply.
     """
     if not rule.simple:
         return None
@@ -71,7 +71,8 @@ def run_fast_path_on_storage(
                 return None
             return scaled._replace(leaves=tree.restore_leaves(scaled.leaves))
 
-        # Measured alone, under a limit of infinity: what is written is not always these arrays.
+        # A limit of ∞ only measures. The backend would write the arrays, and in place some leaves
+        # need their storage written instead.
         only_measure = step._replace(in_place=False)
         measured = run_fast_path(rule, tree.backend, tree.arrays, math.inf, only_measure)
         numbers = None if measured is None else fast_numbers(measured.norm, limit)
@@ -91,7 +92,7 @@ class FastStepResult(NamedTuple):
 
     backend: Backend
     unflatten: Callable[[list[Any]], Any]
-    """Makes a tree like the one that came in."""
+    """Returns a tree of the structure that the gradients had."""
     numbers: FastResult
     state: State
 
@@ -100,7 +101,7 @@ class FastStepResult(NamedTuple):
         return self.unflatten(self.numbers.leaves)
 
     def norms(self) -> Any:
-        """Return the norm as an array of the library, 0-d and float32."""
+        """Return the norm as a 0-d float32 array of the library."""
         return _norm_of(self.backend, self.numbers)
 
     def report(self) -> Report:
@@ -109,9 +110,9 @@ class FastStepResult(NamedTuple):
 
 
 def report_fast_path(backend: Backend, numbers: FastResult) -> Report:
-    """Return the report of a step, which holds no gradient, and is arranged on first access."""
+    """Return the report of a step. It holds no gradient, and makes its arrays on first access."""
     norm, limit, factor, _, device = numbers
-    # Not `_replace`, which takes a microsecond of each step.
+    # Not `_replace`, which takes a microsecond in each step.
     without_leaves = FastResult(norm, limit, factor, [], device)
     return LazyReport(partial(_values_of, backend, without_leaves))
 
@@ -123,7 +124,7 @@ def _norm_of(backend: Backend, numbers: FastResult) -> Any:
 
 
 def _values_of(backend: Backend, numbers: FastResult) -> StepValues:
-    """Return the arrays of a report."""
+    """Return the values of a report as arrays, with a plan as the general path has one."""
     norm = _norm_of(backend, numbers)
     leaf_info = LeafInfo(backend, [norm], ())
     if isinstance(numbers.norm, float):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Ask the limit of a rule how large norms may be, and validate its limits and its state.
 
-Which norms count as not finite is decided in `uniclip._core.step`: here they are NaN.
+A norm that is not finite is NaN here: with a norm of ∞, a limit could return a limit of ∞.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from uniclip.rule import Choices
 
 NUMBERS = (float, int, np.float32, np.bool_)
-"""The types that are a limit by themselves (float64 is a float); longdouble is wider."""
+"""The types of a limit that is a plain number.
+
+``np.float64`` is a float. A longdouble, which is wider, is converted as arrays are.
+"""
 
 
 def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
@@ -44,8 +47,8 @@ def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
 def find_limits(  # noqa: PLR0913, PLR0917 - called in one place
     rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any, constant: Any
 ) -> tuple[list[Any], list[Any] | None, Any]:
-    """Return the limits of each block, numbers or arrays, the thresholds if there are some, and the
-    next state.
+    """Return the limits of each block (numbers or arrays), the thresholds or ``None``, and the next
+    state.
     """
     if tree.wrapped:
         _raise_if_limits_by_row(rule, plan, tree, constant)
@@ -59,7 +62,7 @@ def find_limits(  # noqa: PLR0913, PLR0917 - called in one place
 def _ask_limit(
     rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any
 ) -> tuple[list[Any], list[Any] | None, Any]:
-    """Return what `find_limits` returns, for a limit that is no constant."""
+    """Do as `find_limits` for a limit that is not constant."""
     limit = rule.limit
     norms: Any = measured.finite_norms
     # A step without gradients changes no state.
@@ -92,7 +95,7 @@ def _ask_limit(
 
 
 def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> list[Context]:
-    """Return what the limit may use beside the norms of each block."""
+    """Return the context of each block, for a call of the limit."""
     backend = plan.math.backend
     blocks = plan.norm_blocks
     divided = plan.collectives is not None and plan.collectives.divided
@@ -103,10 +106,10 @@ def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> lis
 
 
 def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: list[Any]) -> Any:
-    """Return the next state of all blocks: the old one if all gradients of a block are absent."""
+    """Return the next state of all blocks, as one tuple if there are several."""
     if not limit.stateful:
         return state
-    # Blocks of absent gradients were not asked.
+    # The limit was not called for blocks without gradients: they keep their state.
     for number, old in enumerate(states):
         if new_states[number] is None:
             new_states[number] = old
@@ -114,7 +117,9 @@ def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: li
 
 
 def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: bool) -> Any:
-    """Return the thresholds of a block in the range of the norms' dtype, by default its limits.
+    """Return the thresholds of a block, clipped to the range of the norms' dtype.
+
+    If the limit has set none for this block, they are its limits.
 
     Raises
     ------
@@ -128,8 +133,9 @@ def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: boo
 
 
 def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
-    """Return the limits of a block's norms, and its next state,
-    ``None`` if all its gradients are absent.
+    """Return the limits of a block's norms, and its next state.
+
+    The state is ``None`` if the limit is stateful and all gradients of the block are absent.
     """
     limit = rule.limit
     math_ = plan.math
@@ -137,11 +143,11 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
     if limit.stateful and context.absent and all(context.absent):
         return math.inf, None
 
-    # A state comes from any device, or from a file, and goes where the norms are.
-    old = optree.tree_map(partial(math_.recall, context.norms), state)
+    # A state may come from a file or another device.
+    old = optree.tree_map(partial(math_.state_to_norms, context.norms), state)
     try:
-        # Not `limit(...)`: PyTorch 2.11 and 2.12 compile no call of an object that is made in
-        # compiled code.
+        # Not `limit(...)`: PyTorch 2.11 and 2.12 do not compile a call of an object that is made
+        # in compiled code, but do compile its `__call__`.
         returned = limit.__call__(context.norms, old, context)
     except (TypeError, AttributeError, RuntimeError) as error:
         raise_if_numpy(plan, limit, error)
@@ -168,10 +174,8 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
 
 
 def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any) -> Any:
-    """Return the next state of a block as the library's arrays, detached, in which absent groups
-    have their old rows.
-    """
-    # A group without gradients at this step has learned nothing.
+    """Return the next state of a block as detached arrays of the library."""
+    # The norm of an absent group is 0, from which its state must not learn: it keeps its old rows.
     math_ = plan.math
     absent = find_absent(plan, context.absent, context.present)
     if absent is not None and isinstance(rule.limit, PerGroup):
@@ -190,7 +194,7 @@ def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any)
 
 
 def find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
-    """Return for each row of a block whether all its gradients are absent, ``None`` if none is."""
+    """Return flags of the rows of a block whose gradients are all absent, ``None`` if none is."""
     if present is not None:
         return plan.math.xp.logical_not(present)
     if not absent:
@@ -206,7 +210,7 @@ def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Tensor) -> Any:
 
     def restore(new: Tensor, old: Tensor) -> Tensor:
         has_rows = len(new.shape) > 0 and new.shape[0] == count
-        # Shared by all rows.
+        # An array without rows is shared by all groups, of which others have gradients.
         if not has_rows and count > 1:
             return new
         shape = (count,) + (1,) * (len(new.shape) - 1) if has_rows else ()
@@ -217,31 +221,38 @@ def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Tensor) -> Any:
 
 
 def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
-    """Raise an error that explains NumPy's arrays, if a limit or a curve failed on them."""
+    """Raise an error that names the fix, if a limit or a curve failed on NumPy's arrays.
+
+    Users write limits with the functions of their framework, which refuse NumPy's arrays.
+    """
     if plan.math.backend is not plan.math.library and "numpy" in str(error):
         msg = (
-            f"{summarize(choice)}: {error}. Where the host can read the gradients, norms are "
-            "NumPy's arrays: use the functions of context.xp in a limit, of xp in a curve, not "
-            "those of one library"
+            f"{summarize(choice)}: {error}. If the host can read the gradients, norms are NumPy's "
+            "arrays: use the functions of context.xp in a limit, and of xp in a curve, not those "
+            "of one library"
         )
         raise TypeError(msg) from error
 
 
-# What is validated.
+# Validate limits and states.
 
 
 def _check_limits(
     plan: Plan, limits: Any, norms: Norms, *, checked: bool, in_range: bool = False
 ) -> Any:
-    """Return limits in the range of the norms' dtype.
+    """Return limits, clipped to the range of the norms' dtype.
 
-    ``checked`` if none is negative: they come from numbers that were checked when a rule was made.
-    ``in_range`` if none is too large.
+    Parameters
+    ----------
+    checked : bool
+        Whether none is negative, since their numbers were validated when the rule was made.
+    in_range : bool
+        Whether none is too large.
 
     Raises
     ------
     TypeError, ValueError
-        If they have the wrong shape; if a limit that can be read is negative or NaN.
+        If they have the wrong shape, or a limit that can be read is negative or NaN.
     """
     math_ = plan.math
     xp = plan.math.xp
@@ -249,7 +260,7 @@ def _check_limits(
     largest = math_.largest_norm
     if isinstance(limits, NUMBERS):
         if not limits >= 0:
-            # The limit of a norm that is not finite need not be a number.
+            # A limit computed from a norm that is not finite may be NaN.
             any_finite = not backend.readable(norms) or bool(xp.any(xp.isfinite(norms)))
             if any_finite:
                 raise ValueError(_describe_negative(limits))
@@ -257,7 +268,7 @@ def _check_limits(
         # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` again for each number.
         return largest if limits > largest else limits  # noqa: FURB136
 
-    # A limit may be an array of another library, or lie on another device.
+    # A limit may be an array of another library or on another device.
     if not isinstance(limits, NUMPY):
         limits = math_.read_foreign(limits)
     if math_.host and not isinstance(limits, NUMPY):
@@ -271,7 +282,7 @@ def _check_limits(
 
     if not (checked or isinstance(limits, np.ndarray)):
         return xp.clip(limits, 0, largest)
-    # An accelerator starts a kernel for it.
+    # On an accelerator the comparison would start a kernel.
     if math_.on_device and in_range:
         return limits
     return math_.at_most_largest(limits)
@@ -283,7 +294,10 @@ def _describe_negative(limits: Any) -> str:
 
 
 def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constant: Any) -> None:
-    """Raise if a limit, or counts, have a value for each row of a sparse leaf."""
+    """Raise if a limit, or the counts of `Relative`, have a value for each row of a sparse leaf.
+
+    The leaf stores other rows at each step, so that the values would go to the wrong rows.
+    """
     of_groups: dict[Any, Any] = {}
     if constant is None and isinstance(rule.limit, PerGroup):
         of_groups = dict(rule.limit.limits)
@@ -301,14 +315,14 @@ def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constan
         elif isinstance(limit, Relative):
             limit = limit.counts
 
-        # A compiler asks no number for its shape.
+        # torch.compile cannot look up attributes of a number.
         shape = () if isinstance(limit, NUMBERS) else getattr(limit, "shape", ())
         if len(shape) >= kept and shape[-kept] != 1:
             raise_if_rows(tree, plan.axes, rule, "has a limit")
 
 
 def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
-    """Raise if a state is not of this rule, or not for this number of norms."""
+    """Raise if a state is not of this rule, or has another number of norms."""
     limit = rule.limit
     blocks = plan.blocks
     states = [state] if len(blocks) == 1 else state
@@ -321,7 +335,7 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
 
     if state is None or isinstance(state, NoState) or not fits:
         msg = (
-            "state must be what rule.init(grads) returns, or an update before, for "
+            "state must be what rule.init(grads) or the previous update returned, for "
             f"{summarize(rule)}, got {summarize(state)}"
         )
         raise TypeError(msg)
@@ -337,7 +351,7 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
 
         if rows and rows[0] != len(block.groups):
             msg = (
-                f"the state of {summarize(rule)} is for {rows[0]} norms, but there are "
-                f"{len(block.groups)}: it was made for other gradients"
+                f"the state of {summarize(rule)} has rows for {rows[0]} norms, but there are "
+                f"{len(block.groups)}: it belongs to other gradients"
             )
             raise ValueError(msg)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Measure norms: sums of powers, their range, and roots; reduced over processes if there are
-several.
+"""Measure norms: sums of powers, their range, and roots, reduced over processes.
 
-What is made of the norms is decided in `uniclip._core.step`.
+A naive float32 sum of squares overflows from a norm of 1.8e19, and a float16 one from 256. Sums are
+float64 where that is cheap. Otherwise a step checks their range, and measures again in units of the
+largest modulus if a sum may be wrong.
 """
 
 from __future__ import annotations
@@ -30,33 +31,34 @@ if TYPE_CHECKING:
 
 _NO_CONTEXT = nullcontext()
 _EXACT_POWER = 6
-"""The largest power of float32 numbers that float64 holds."""
+"""The largest power whose sums of float32 numbers neither overflow nor underflow in float64."""
 _FITS = (4.5e-277, 1.7976931348623157e308)
-"""Between smallest normal number / eps² and the largest number a sum of squares in float64
-is accurate.
+"""The range in which a float64 sum of squares is accurate: smallest normal number / eps² to the
+largest number.
 """
 
 
 class Measured(NamedTuple):
-    """The measurements of a step, over all processes, as arrays of the norms' library:
-    one for each block.
+    """The measurements of a step, over all processes.
+
+    Each is an array for each block, in the library of the norms.
     """
 
     norms: list[Any]
     params: list[Any] | None = None
     """The norms of the parameters."""
     sizes: list[Any] | None = None
-    """The numbers of entries of the norms."""
+    """The numbers of elements of the norms."""
     present: list[Any] | None = None
     """For each norm, whether some process has a gradient of it.
 
-    ``None`` in a run of one process, which knows.
+    ``None`` in a run of one process, where the plan has it.
     """
     loss: Any = None
     finite_norms: list[Any] | None = None
-    """The norms with NaN where they are not finite, where the library has made them."""
+    """The norms, NaN where they are not finite."""
     entries_finite: Any = None
-    """Whether all entries are finite, where that was looked at."""
+    """Whether all elements are finite, ``None`` if that was not checked."""
 
 
 def measure(
@@ -64,22 +66,22 @@ def measure(
 ) -> Measured:
     """Measure what a step needs.
 
-    All that processes exchange goes together with the first sum.
+    Processes exchange everything together with the first sum.
 
     Parameters
     ----------
     rule : Rule
     plan : Plan
     trees : sequence of OpenedTree
-        The gradients, in which the policy ``"zero"`` may have replaced entries, and the parameters
+        The gradients, in which the policy ``"zero"`` may have replaced elements, and the parameters
         if the limit needs them.
     step : Step
     original : OpenedTree
-        The gradients as they came in.
+        The gradients before such a replacement.
     """
     math_ = plan.math
     collectives = plan.collectives
-    # The host adds in float64 with NumPy; others need it to be allowed.
+    # NumPy always has float64, but JAX has to be told to allow it.
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         exchange = None
         if collectives is not None:
@@ -119,7 +121,7 @@ def _measure_norms(
     measured_trees = _measured_trees(trees, step)
     norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
 
-    # A mean, such as RMS, divides by a power of the number of entries.
+    # A mean, such as RMS, divides by a power of the number of elements.
     sizes = plan.sizes
     if plan.counts_entries:
         reduced = None if exchange is None else exchange.finish().sizes
@@ -153,55 +155,57 @@ def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:
 def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     """Return norms with NaN for those that are not finite, as limits get them.
 
-    Under a norm of ∞ a limit could be ∞, which would not clip. The derivative stays 1.
+    With a norm of ∞ a limit could return ∞, which would not clip.
     """
-    # A constant limit looks at no norm.
+    # A constant limit uses no norm.
     if rule.constant is not None and not plan.math.on_device:
         return norms
+    # ∞ - ∞ is NaN. Unlike `where`, this keeps the derivative of 1.
     return [norm + (norm - norm) for norm in norms]
 
 
 def _make_payload(
     rule: Choices, plan: Plan, tree: OpenedTree, step: Step, original: OpenedTree
 ) -> Payload:
-    """Return what processes exchange in a step beside sums."""
+    """Return what processes exchange in a step in addition to sums."""
     collectives: Any = plan.collectives
     losses = collectives.loss_sums(step.loss) if "loss" in rule.limit.needs else None
-    # The host sees entries that are not finite in the norms, unless others hold shards of these.
-    unsound = None
+    # The host finds elements that are not finite by reading the norms, at no cost. It has to count
+    # them if other processes hold shards: either all processes measure again, or none.
+    nonfinite_arrays = None
     if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
-        unsound = [_count_nonfinite(plan, original)]
+        nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.divided:
         present = plan.count_gradients()
     sizes = count_entries(plan, tree) if plan.counts_entries else None
-    return Payload(losses, unsound, present, sizes)
+    return Payload(losses, nonfinite_arrays, present, sizes)
 
 
 def _are_entries_finite(
     rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload | None
 ) -> Flags | None:
-    """Return whether all entries are finite, ``None`` if nobody has looked at them."""
+    """Return whether all elements are finite, ``None`` if that was not checked."""
     if rule.nonfinite != "zero":
         return None
     if reduced is not None:
-        return None if reduced.unsound is None else reduced.unsound[0] < 1
+        return None if reduced.nonfinite_arrays is None else reduced.nonfinite_arrays[0] < 1
     if plan.math.host:
         return None
     return _count_nonfinite(plan, original) < 1
 
 
 def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
-    """Return how many arrays have entries that are not finite."""
+    """Return how many arrays have elements that are not finite."""
     library = plan.math.library
     xp = plan.math.library.xp
     counts = []
     for number in tree.leaf_info.present:
         array = tree.arrays[number]
-        # Arrays may lie on several devices, of which a library computes on one at a time.
+        # Arrays may be on several devices, and a library creates new ones on a single one.
         with library.computation_context(array):
-            faulty = xp.logical_not(xp.all(xp.isfinite(array)))
-            counts.append(xp.astype(faulty, plan.math.sum_dtype))
+            nonfinite = xp.logical_not(xp.all(xp.isfinite(array)))
+            counts.append(xp.astype(nonfinite, plan.math.sum_dtype))
 
     return plan.math.add(counts, "sum")
 
@@ -209,9 +213,9 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
 def _find_loss(
     rule: Choices, plan: Plan, tree: OpenedTree, loss: Any, reduced: Payload | None
 ) -> Tensor | None:
-    """Return the loss of a step where the norms are, the mean of all processes.
+    """Return the mean loss of all processes, in the library and on the device of the norms.
 
-    ``None`` if there is none, or the limit needs none.
+    ``None`` without a loss, or if the limit does not use it.
     """
     if "loss" not in rule.limit.needs:
         return None
@@ -232,18 +236,18 @@ def _find_loss(
     view = math_.view(loss)
     if view is not None:
         return view
-    # An array of which a derivative is recorded is read as a number.
+    # NumPy makes no view of an array with a recorded derivative, so read its value.
     return np.asarray(float(loss), np.float32)
 
 
 def _given_norm(plan: Plan, tree: OpenedTree, step: Step) -> Norms:
-    """Return a norm of all leaves that is an argument, as measuring would return it."""
+    """Return the ``norm`` argument as an array, as measuring would return it."""
     backend = tree.backend
     [zero] = zero_norms(plan, tree)
     norm = backend.xp.asarray(plan.math.read_foreign(step.norm), dtype=zero.dtype)
     norm = backend.to_device_of(zero, norm)
     check_shape("norm", norm, zero)
-    # NaN is a norm that was measured.
+    # NaN passes: it is the norm of gradients with NaN.
     if known_true(backend, backend.xp.any(norm < 0)):
         msg = f"norm must be 0 or more, got {summarize(norm) if norm.shape else norm}"
         raise ValueError(msg)
@@ -262,7 +266,7 @@ def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
         rows = []
         for group in block.groups:
             if block.kept and group:
-                # Made of the gradient, so that it is sharded as the gradient is.
+                # Computed from the gradient, to have its sharding.
                 like = xp.zeros_like(tree.arrays[group[0]], dtype=dtype)
                 rows.append(xp.sum(like, axis=plan.axes[group[0]]))
             else:
@@ -281,20 +285,22 @@ def norms_of(
 ) -> tuple[list[list[Any]], list[Any] | None]:
     """Return the norms of each tree by block, before they are divided by sizes.
 
-    Sums of entries up to float32 are float64; others that may have overflowed or underflowed are
-    made again in units of the largest modulus of each norm.
+    Elements up to float32 are summed in float64. Other sums are computed again, in units of the
+    largest modulus of each norm, if they may have overflowed or underflowed.
 
     Returns
     -------
     norms : list of list of array
     finite_norms : list of array or None
-        Those of the first tree with NaN where they are not finite, if the library has made them.
+        Those of the first tree with NaN where they are not finite, if the library has computed
+        them.
     """
     if not trees:
         return [], None
     p = math.inf if plan.entries else norm.ord
     if p == 2 and exchange is None and plan.math.on_device:
         terms = [_terms(plan, tree, 2, None) for tree in trees]
+        # A library may have one kernel for sums and roots.
         at_once = plan.math.norms_at_once(trees, terms)
         if at_once is not None:
             norms = [plan.join_blocks(of_tree) for of_tree, _ in at_once]
@@ -311,7 +317,7 @@ def norms_of(
 def _norms_of_sums(
     plan: Plan, trees: Sequence[OpenedTree], p: float, norm: Norm, exchange: Exchange | None
 ) -> list[Any]:
-    """Return the norms of all trees, one after the other, as roots of sums in range."""
+    """Return the norms of all trees, one tree after the other, with sums that stay in range."""
     if p in {1, math.inf}:
         totals = _sum_powers(plan, trees, p, exchange)
         return [plan.math.round_to_norms(total) for total in totals]
@@ -324,7 +330,7 @@ def _norms_of_sums(
     if p != 2 or plan.math.library.debug_infs():
         return _norms_in_units(plan, trees, norm, exchange)
 
-    # Squares may have left the range of their sums: if so, all are made again, in units.
+    # Sums of squares may have overflowed or underflowed. It is rare, so the check comes after.
     totals = _sum_powers(plan, trees, 2, exchange)
     return plan.math.choose(
         _are_in_range(plan, totals),
@@ -341,7 +347,7 @@ def _roots(plan: Plan, norm: Norm, totals: Sequence[Tensor]) -> list[Any]:
 def _norms_in_units(
     plan: Plan, trees: Sequence[OpenedTree], norm: Norm, exchange: Exchange | None
 ) -> list[Any]:
-    """Return norms measured in units of the largest modulus of each, whose powers stay in range."""
+    """Return norms measured in units of their largest modulus, so that powers stay in range."""
     tops = _sum_powers(plan, trees, math.inf, exchange)
     units = [_choose_unit(plan, top) for top in tops]
     totals = _sum_powers(plan, trees, norm.ord, exchange, units)
@@ -354,14 +360,15 @@ def _norms_in_units(
 def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
     """Return whether no sum of squares may have overflowed or underflowed."""
     least, most = _FITS if plan.math.double else FITS
-    # Only if the host reads, a sum of 0 is surely that of zeros. No sum is -1.
+    # On the host a sum of 0 is one of zeros, see `Backend.sums`. Elsewhere squares may have
+    # underflowed, and no sum equals -1.
     zero: Any = 0.0 if plan.math.host else -1.0
     in_range = [((total > least) | (total == zero)) & (total <= most) for total in totals]
     return plan.math.all(in_range)
 
 
 def _root(plan: Plan, norm: Norm, total: Tensor) -> Tensor:
-    """Return the root of sums, with derivatives if they are wanted."""
+    """Return the root of sums, with finite derivatives at 0 where derivatives are recorded."""
     if isinstance(total, NUMPY) and norm.ord == 2:
         return np.sqrt(total)
     if isinstance(total, NUMPY):
@@ -374,18 +381,18 @@ def _root(plan: Plan, norm: Norm, total: Tensor) -> Tensor:
 
 
 def _sqrt(xp: Namespace, total: Tensor) -> Tensor:
-    """Return the root, whose derivative is infinite at 0."""
+    """Return the square root, whose derivative is infinite at 0."""
     return xp.sqrt(total)
 
 
 def _choose_unit(plan: Plan, top: Tensor) -> Tensor:
     """Return the unit in which a norm is measured, given its largest modulus."""
     xp = np if isinstance(top, NUMPY) else plan.math.library.xp
-    # Between these bounds its reciprocal is a normal number, too; that of zeros is 1, or their
-    # second derivative overflows.
+    # Between these bounds the reciprocal, by which compilers multiply, is a normal number. The unit
+    # of zeros is 1: with a tiny one, their second derivative would overflow.
     low, high = (2.3e-308, 4e307) if plan.math.double else (1.2e-38, 8e37)
     unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
-    # No norm depends on its unit.
+    # The norm does not depend on its unit, so neither does its derivative.
     return unit if xp is np else plan.math.library.detach(unit)
 
 
@@ -397,7 +404,7 @@ def _sum_powers(
     units: list[Any] | None = None,
 ) -> list[Any]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree."""
-    # The units of all trees lie one after the other, as their norms do.
+    # `units` has the blocks of all trees in a row, as the norms have.
     terms = []
     for number, tree in enumerate(trees):
         of_tree = None
@@ -419,8 +426,8 @@ def _sum_powers(
 
 
 def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Tensor] | None) -> Terms:
-    """Return what is added up of a tree; a norm without gradients is that of a zero."""
-    # The order marks a norm without gradients by -1: the last of the leaves, which is that zero.
+    """Return the arrays of a tree whose powers are summed, in the order of the plan."""
+    # `order` is -1 for a norm without gradients: a zero at the end of the leaves stands for one.
     leaves = tree.arrays
     if -1 in plan.order:
         leaves = [*leaves, plan.math.zero_like(tree.first)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Count the entries that each norm covers, for norms per entry and for limits that use sizes.
+"""Count the elements that each norm covers, for means such as RMS and for limits that use sizes.
 
-The sizes of a plan are counted once, where they are known when it is made. In compiled code, where
-a length may be a value, and in several processes, which add their counts up, each step counts.
+A plan counts them once, when it is made. Each step counts in compiled code, where a length may be
+known only at run time, and in several processes, which sum their counts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """The numbers of entries of all norms, an array for each block of norms.
+    """The numbers of elements of all norms, an array for each block of norms.
 
-    They are NumPy's if the lengths are known: a step sends them to its device as constants.
+    They are NumPy arrays if the lengths are known, and constants to the step.
     """
 
     counts: list[Norms]
@@ -35,20 +35,20 @@ class Sizes(NamedTuple):
 
 
 def needs_sizes(limit: Limit, norm: Norm) -> bool:
-    """Return whether a limit or a norm uses the number of entries."""
+    """Return whether a limit or a norm uses the number of elements."""
     return "sizes" in limit.needs or bool(norm.size_power)
 
 
 def count_entries(plan: Plan, tree: OpenedTree) -> list[Tensor]:
-    """Return the number of entries of each norm in this process, an array for each block.
+    """Return the number of elements of each norm in this process, an array for each block.
 
-    Entries that several processes hold are divided among them, so that they add up to their number.
+    Replicas are divided among their processes, so that the sum over these is right.
     """
-    # A norm without gradients has no leaf, which the order marks by -1.
+    # `order` is -1 for a norm without gradients.
     counts = {}
     for number in plan.order:
         if number >= 0:
-            counts[number] = _entries_of(plan, tree, number)
+            counts[number] = _count_leaf(plan, tree, number)
 
     if plan.collectives is not None:
         counts = plan.collectives.count_once(counts)
@@ -56,34 +56,34 @@ def count_entries(plan: Plan, tree: OpenedTree) -> list[Tensor]:
 
 
 def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes:
-    """Return the sizes of norms, given the number of entries of each block of norms."""
+    """Return the sizes of norms, given the number of elements of each block of norms."""
     rounded = []
     divisors = []
     for count in counts:
         xp = np if isinstance(count, np.ndarray) else plan.math.library.xp
         rounded.append(plan.math.round_to_norms(count))
 
-        # The norm of no entries is 0, and stays 0.
+        # The norm of no elements is 0. Divided by 0 it would be NaN.
         at_least_1 = xp.where(count > 0, count, xp.ones_like(count))
         divisors.append(plan.math.round_to_norms(at_least_1) ** power)
 
     return Sizes(rounded, divisors)
 
 
-def _entries_of(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
-    """Return the number of entries of a leaf that share a norm, also of those not stored."""
+def _count_leaf(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
+    """Return the number of elements of a leaf that share a norm, with those a sparse leaf omits."""
     axes = plan.axes[number]
     # A wrapped leaf may have no shape of its own.
     shape = tree.wrapped[number].shape if number in tree.wrapped else None
     if shape is None:
         shape = tree.leaves[number].shape
 
-    # TensorFlow's graphs may know neither the rank nor the lengths: then the entries are counted
-    # when the program runs.
+    # TensorFlow's graphs may know neither the rank nor the lengths. Then the program counts the
+    # elements when it runs.
     if getattr(shape, "rank", 0) is None or any([length is None for length in shape]):
         if tree.is_sparse(number):
             msg = (
-                f"{tree.place(number)} is sparse and has no size to average over; give it a "
+                f"{tree.place(number)} is sparse and has no size to average over; pass it with a "
                 "dense_shape"
             )
             raise ValueError(msg)
@@ -100,7 +100,7 @@ def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> 
     of_groups = [[counts[number] for number in group] for group in block.groups]
     shape = (len(of_groups), *(1,) * (block.kept or 0))
     if all([isinstance(count, (int, float)) for group in of_groups for count in group]):
-        # Counted in float64: float32 holds no number of entries above 16 million exactly.
+        # Counted in float64: in float32, integers above 16,777,216 are not exact.
         totals = np.asarray([sum(group) for group in of_groups], np.float64)
         return np.reshape(totals, shape)
 
