@@ -403,7 +403,7 @@ def test_odd_leaves_in_odd_leaves() -> None:
         assert bounded.dtype is dtype
         assert bounded.to_dense().tolist() == [[0, 5], [0, 0], [4, 0]]
     entries = torch.sparse_coo_tensor([[0, 1], [1, 0]], [3.0, 4.0], (2, 2), check_invariants=False)
-    with pytest.raises(TypeError, match=r"grads\[0\] is sparse, and stores single entries"):
+    with pytest.raises(TypeError, match=r"grads\[0\] is sparse, and stores single elements"):
         uc.clip(
             [entries],
             uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_entry),

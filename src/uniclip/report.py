@@ -20,7 +20,7 @@ from uniclip._core.plan import Plan
 from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import summarize
 from uniclip._types import Flags, Tree
-from uniclip.backends import MET, Backend, backend_of, library_of, outlives
+from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 
 NORM = "clip/norm"
@@ -56,7 +56,7 @@ class StepValues(NamedTuple):
     """Arrays that broadcast against the norms, or numbers."""
     factors: list[Any]
     thresholds: list[Any] | None = None
-    entries_finite: Any = None
+    elements_finite: Any = None
     """Whether all entries were finite, where that was checked."""
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
@@ -314,7 +314,7 @@ def _arrange(values: StepValues, name: str) -> Any:
         return math_.to_library(xp.logical_not(same))
 
     if name == "finite":
-        return math_.to_library(math_.finite(values.norms, values.entries_finite))
+        return math_.to_library(math_.finite(values.norms, values.elements_finite))
 
     arrays = getattr(values, name)
     if arrays is None:
@@ -526,7 +526,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
         alike = [arrays[number] for number in numbers]
         # A flag is no gradient: `backend_of` finds its library, and says that it is none.
         backend_of(alike[0])
-        backend = MET.get(type(alike[0]))
+        backend = BACKEND_CACHE.get(type(alike[0]))
         if backend is None:
             msg = f"a report holds {summarize(alike[0])}, which is no array"
             raise TypeError(msg)

@@ -17,7 +17,7 @@ import numpy as np
 
 from uniclip._core.collectives import Exchange, Loss, Payload, mean_loss
 from uniclip._core.plan import Plan
-from uniclip._core.sizes import count_entries, sizes_of_counts
+from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, Step, Tensor
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
     loss: Any = None
     finite_norms: list[Any] | None = None
     """The norms, NaN where they are not finite."""
-    entries_finite: Any = None
+    elements_finite: Any = None
     """Whether all elements are finite, ``None`` if that was not checked."""
 
 
@@ -99,7 +99,7 @@ def measure(
         return measured._replace(
             present=present,
             loss=_find_loss(rule, plan, trees[0], step.loss, reduced),
-            entries_finite=_are_entries_finite(rule, plan, original, reduced),
+            elements_finite=_are_elements_finite(rule, plan, original, reduced),
         )
 
 
@@ -123,9 +123,9 @@ def _measure_norms(
 
     # A mean, such as RMS, divides by a power of the number of elements.
     sizes = plan.sizes
-    if plan.counts_entries:
+    if plan.counts_elements:
         reduced = None if exchange is None else exchange.finish().sizes
-        counts = count_entries(plan, tree) if reduced is None else reduced
+        counts = count_elements(plan, tree) if reduced is None else reduced
         sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
 
     if sizes is not None and rule.norm.size_power:
@@ -178,11 +178,11 @@ def _make_payload(
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.divided:
         present = plan.count_gradients()
-    sizes = count_entries(plan, tree) if plan.counts_entries else None
+    sizes = count_elements(plan, tree) if plan.counts_elements else None
     return Payload(losses, nonfinite_arrays, present, sizes)
 
 
-def _are_entries_finite(
+def _are_elements_finite(
     rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload | None
 ) -> Flags | None:
     """Return whether all elements are finite, ``None`` if that was not checked."""
@@ -297,7 +297,7 @@ def norms_of(
     """
     if not trees:
         return [], None
-    p = math.inf if plan.entries else norm.ord
+    p = math.inf if plan.by_element else norm.ord
     if p == 2 and exchange is None and plan.math.on_device:
         terms = [_terms(plan, tree, 2, None) for tree in trees]
         # A library may have one kernel for sums and roots.

@@ -82,7 +82,7 @@ class NormSpace:
 
     def at_host(self) -> NormSpace:
         """Return the space of the same norms as NumPy arrays, as they are recorded."""
-        # A recorded report is read in another process, which may not have the library.
+        # A recorded report has to be readable without the library of the run.
         host = copy.copy(self)
         host.library = DEFAULT
         host.backend = DEFAULT
@@ -268,7 +268,7 @@ class NormSpace:
     def finite(
         self,
         norms: list[Any],
-        entries_finite: Flags | None,
+        elements_finite: Flags | None,
         finite_norms: list[Any] | None = None,
     ) -> Flags:
         """Return whether all norms are finite, and all elements, if these were checked.
@@ -280,8 +280,8 @@ class NormSpace:
         else:
             flags = [self.xp.isfinite(norm) for norm in norms]
 
-        if entries_finite is not None:
-            flags = [entries_finite, *flags]
+        if elements_finite is not None:
+            flags = [elements_finite, *flags]
         return self.all(flags)
 
     def choose(

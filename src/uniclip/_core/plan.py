@@ -2,7 +2,8 @@
 """Cached metadata for one rule and one tree structure: which leaves share a norm, and how norms are
 batched.
 
-A plan holds no gradient, and a step never writes into it.
+Without it, each step would spend time in Python for each leaf. A plan holds no gradient, and a step
+never writes into it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from uniclip._core.collectives import Collectives, Reduction
 from uniclip._core.norm_space import NormSpace
-from uniclip._core.sizes import Sizes, count_entries, needs_sizes, sizes_of_counts
+from uniclip._core.sizes import Sizes, count_elements, needs_sizes, sizes_of_counts
 from uniclip._core.tree import OpenedTree, place
 from uniclip._errors import check, stable, summarize
 from uniclip._types import Path, Tensor
@@ -33,41 +34,41 @@ if TYPE_CHECKING:
     from uniclip.rule import Choices
 
 Label: TypeAlias = Hashable
-"""The label of a group in the scope, or the number of a leaf that has a norm by itself."""
+"""The label of a group in the scope, or the number of a leaf that has a norm of its own."""
 Groups: TypeAlias = dict[Label, list[int]]
 """The numbers of the leaves of each group."""
 
 PLAN_CACHE_SIZE = 64
-"""The number of plans that a rule keeps."""
+"""The largest number of plans in the cache of a rule."""
 MAX_STACKED_NORMS = 2**16
-"""The largest number of norms with kept axes that are stacked into one array."""
-MIN_ENTRIES_PER_NORM = 8
-"""How many entries each norm must have on average for all norms to be copied into one vector."""
+"""The largest number of norms of one leaf with kept axes that are stacked with others."""
+MIN_ELEMENTS_PER_NORM = 8
+"""How many elements each norm must have on average for all norms to be copied into one vector."""
 
 _FAILURES = AttributeError, LookupError, TypeError, ValueError
-"""The errors of a function of (path, leaf) that gets ``None`` for what it looks at."""
+"""The errors of a function of (path, leaf) that uses an argument that is ``None``."""
 
 
 class RuleCache:
-    """What a rule keeps between steps: made with the rule, bounded, and never compared or copied.
+    """The caches of a rule: made with it, bounded, and never compared or copied.
 
-    Threads may share it: an entry that two of them make at once is made twice, and one is kept.
+    They need no lock. If two threads make the same plan at once, one of the two is kept.
     """
 
     __slots__ = ("plans", "reductions")
 
     def __init__(self) -> None:
         self.plans: dict[Hashable, Plan] = {}
-        """The plan for each structure of trees, see `plan_for`."""
+        """The plan of each tree structure, see `plan_for`."""
         self.reductions: dict[Hashable, Reduction] = {}
-        """What processes have agreed on for each ``all_reduce``, see `reduction_of`."""
+        """The reduction of each ``all_reduce``, see `reduction_of`."""
 
 
 class Block(NamedTuple):
-    """The groups whose norms form one array, one row for each."""
+    """Groups whose norms are stacked in one array, with a row for each."""
 
     groups: tuple[tuple[int, ...], ...]
-    """The numbers of the leaves of each group that are present."""
+    """For each group, the numbers of its leaves that are present."""
     labels: tuple[Label, ...]
     """For each group, its label in the scope or the number of its leaf."""
     kept: int | None = 0
@@ -90,7 +91,8 @@ def plan_for(
 ) -> Plan:
     """Return the plan of a rule for opened gradients, and for parameters if they are measured.
 
-    It is made once for each structure. Traced code makes a plan each time it is traced.
+    It is made once for each structure. Traced code makes a plan each time it is traced: code that
+    reads a cache would be compiled again after each change of the cache.
 
     Parameters
     ----------
@@ -102,7 +104,7 @@ def plan_for(
     reduction : Reduction, optional
         What the processes of an ``all_reduce`` have agreed on.
     separate : bool, default False
-        Keep the norms of leaves in arrays of their own, for a limit with the shape of such norms.
+        Do not join all norms in one vector, since the limit is an array with the shape of a block.
     """
     tree = trees[0]
     if mode == TRACED:
@@ -112,7 +114,7 @@ def plan_for(
     shapes = tuple(tree.shapes()) if rule.by_shape else None
     shards = tuple([tuple(one.shards.items()) for one in trees if one.wrapped])
     key = (tree.spec, tree.leaf_info, mode, shapes, shards, reduction, separate)
-    # Cleared as a whole when full, which other threads may do at the same time.
+    # Clear all plans when full: to remove one could raise if another thread removes it, too.
     plans = rule.cache.plans
     plan = plans.get(key)
     if plan is None:
@@ -133,7 +135,7 @@ def make_plan(
     separate: bool,
 ) -> Plan:
     """Find which leaves share a norm, which norms form an array, and what processes reduce."""
-    # Groups come first: all else depends on which leaves share a norm.
+    # Everything else depends on which leaves share a norm.
     tree = trees[0]
     math_ = norm_space_of(tree, mode, reduction)
     everywhere = has_absent_rows(rule, tree, reduction)
@@ -149,25 +151,25 @@ def make_plan(
     if rule.stateful:
         raise_if_rows(tree, axes, rule, "keeps state")
 
-    # Norms that can be computed together form one array.
+    # Stack norms that can be computed together in one array.
     blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
     plan = Plan(math_, rule.scope, tree.spec, blocks, axes, members)
     _add_collectives(plan, rule, trees, reduction)
     if not separate:
         plan.shapes = _shapes_of_vector(plan, rule, tree)
     plan.norm_blocks = plan.blocks if plan.shapes is None else [_joined(plan.blocks)]
-    plan.counts_entries = needs_sizes(rule.limit, rule.norm)
-    if plan.counts_entries and not math_.compiled and plan.collectives is None:
-        plan.counts_entries = False
+    plan.counts_elements = needs_sizes(rule.limit, rule.norm)
+    if plan.counts_elements and not math_.compiled and plan.collectives is None:
+        plan.counts_elements = False
         with nullcontext() if math_.host else math_.library.allow_float64():
-            counts = plan.join_blocks(count_entries(plan, tree))
+            counts = plan.join_blocks(count_elements(plan, tree))
             plan.sizes = sizes_of_counts(plan, counts, rule.norm.size_power)
 
     return plan
 
 
 def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
-    """Return the plan of a single norm over all leaves, whatever these are, for a report."""
+    """Return the plan of a single norm over all leaves, for the report of the fast path."""
     math_ = NormSpace(leaf_info, mode, device, narrow=True)
     plan = Plan(math_, all_leaves, None, [Block(((0,),), (None,))], [None], {None: [0]})
     plan.norm_blocks = plan.blocks
@@ -175,11 +177,11 @@ def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
 
 
 def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> NormSpace:
-    """Return where the norms of opened gradients are computed."""
+    """Return the norm space of opened gradients."""
     info = tree.leaf_info
     first = tree.first
     device = info.device if first is None else info.backend.device(first)
-    # All processes have the dtype of the widest, or their sums would be of two.
+    # All processes use the widest dtype of any, or they would reduce sums of different dtypes.
     narrow = info.narrow and (reduction is None or reduction.narrow)
     return NormSpace(info, mode, device, narrow=narrow)
 
@@ -187,17 +189,18 @@ def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> N
 class Plan:
     """The norms of one rule on trees of one structure; made by `plan_for`."""
 
-    # `make_plan` sets these, once it knows the rest of a plan.
+    # `make_plan` sets these last, since they depend on the rest of the plan.
     collectives: Collectives | None = None
-    """What is reduced over processes; ``None`` if this one has all of it."""
+    """The reductions over processes; ``None`` in a run of one process."""
     shapes: list[tuple[int, ...]] | None = None
-    """The shapes of the blocks, if their norms are one vector between sums and products."""
+    """The shapes of the blocks, if their norms are joined in one vector between sums and products.
+    """
     norm_blocks: list[Block]
-    """The blocks of norms between sums and products."""
+    """The blocks between sums and products: `blocks`, or one block for that vector."""
     sizes: Sizes | None = None
-    """The numbers of entries of its norms, if they are needed and known."""
-    counts_entries = False
-    """Whether each step counts the entries of its norms."""
+    """The numbers of elements of the norms, if they are needed and known."""
+    counts_elements = False
+    """Whether each step counts the elements of its norms."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - made in one place
         self,
@@ -209,12 +212,12 @@ class Plan:
         members: Groups,
     ) -> None:
         self.math = math_
-        """Where its norms are computed."""
+        """The norm space: where norms are computed."""
         self.scope = scope
         self.spec = spec
         """The structure of the tree."""
         self.blocks = blocks
-        """The arrays of norms, and the groups of leaves that each has a row for."""
+        """The groups of leaves of each array of norms."""
         self.axes = axes
         """The axes of each leaf that its norms cover, ``None`` for all."""
         self.one_norm = is_one_norm(scope)
@@ -224,35 +227,38 @@ class Plan:
 
         groups = [group for block in blocks for group in block.groups]
         self.order = [number for group in groups for number in group or [-1]]
-        """The leaves of each norm in a row, -1 for a norm without gradients."""
+        """The leaves of all norms, one norm after the other; -1 for a norm without gradients."""
         self.counts = [len(group) or 1 for group in groups]
-        """How many of them each norm has."""
+        """The number of leaves in `order` of each norm."""
         self.heights = [len(block.groups) for block in blocks]
-        """How many norms each block has."""
+        """The number of norms of each block."""
         self.places = _places_of(blocks)
         """For each leaf, the block and the row of its norm."""
         self.along = None if scope.axes is None else [*axes, None]
-        """The axes of each leaf, and behind them those of a norm without gradients."""
-        # Then no power has to be summed, and no root taken.
+        """The axes of each leaf, and at the end those of a norm without gradients, for -1.
+
+        ``None`` if norms cover whole leaves.
+        """
+        # A step then sums no powers and takes no roots.
         each_alone = all([len(group) <= 1 for group in groups])
-        self.entries = scope.axes is not None and each_alone and all([a == () for a in axes])
-        """Whether each norm is the modulus of an entry, whatever its order."""
+        self.by_element = scope.axes is not None and each_alone and all([a == () for a in axes])
+        """Whether each norm is the modulus of a single element, whatever its order."""
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> list[Any]:
-        """Return an array for each block of norms as one vector of all; see `shapes`."""
+        """Return the arrays of all blocks joined in one vector, if the plan has `shapes`."""
         if self.shapes is None:
             return list(blocks)
         xp = np if isinstance(blocks[0], np.ndarray) else self.math.xp
         vectors = []
         for block, shape in zip(blocks, self.shapes, strict=True):
-            # Sizes have one entry for all norms of a leaf.
+            # A leaf has one size for all of its norms.
             full = block if tuple(block.shape) == shape else xp.broadcast_to(block, shape)
             vectors.append(xp.reshape(full, (-1,)))
 
         return [np.concatenate(vectors) if xp is np else xp.concat(vectors)]
 
     def split_blocks(self, blocks: Sequence[Any]) -> list[Any]:
-        """Return an array for each block; those of `join_blocks`, or numbers, in its place."""
+        """Return an array for each block from the vector of `join_blocks`, or from a number."""
         if self.shapes is None:
             return list(blocks)
         [vector] = blocks
@@ -269,7 +275,7 @@ class Plan:
         return [np.asarray([float(len(group)) for group in block.groups]) for block in self.blocks]
 
     def in_numpy(self) -> Plan:
-        """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
+        """Return the plan of the same norms as NumPy arrays, as they are recorded."""
         plan = copy.copy(self)
         plan.math = self.math.at_host()
         return plan
@@ -278,7 +284,7 @@ class Plan:
         """Return a value for each group in the scope's form: a tree, a dict by label,
         or a single value.
         """
-        # An index of a vector keeps NumPy's scalars, as reports have them.
+        # `array[0]` returns NumPy's scalars, which print as numbers; `array[0, ...]` 0-d arrays.
         if self.scope.label is everything:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
         rows = self.by_label(blocks)
@@ -289,10 +295,10 @@ class Plan:
     def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
         """Return a value for each group that is present.
 
-        Named groups of several processes are all there: another one may have their gradients.
+        With ``all_reduce`` all named groups are: another process may have their gradients.
         """
-        joined = self.collectives is not None and self.collectives.reduction is not None
-        everywhere = joined and self.scope.label is not None
+        reduced = self.collectives is not None and self.collectives.reduction is not None
+        everywhere = reduced and self.scope.label is not None
         rows: dict[Any, Any] = {}
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
@@ -328,18 +334,18 @@ def is_one_norm(scope: Scope) -> bool:
 
 
 def has_absent_rows(rule: Choices, tree: OpenedTree, reduction: Reduction | None) -> bool:
-    """Return whether norms have a row even if all of their gradients are absent.
+    """Return whether a norm has a row even if all of its gradients are absent.
 
-    A state has a row for each norm, and other processes may have the gradient.
+    A state has a row for each norm, and another process may have the gradient.
     """
     has_absent = len(tree.leaf_info.present) < len(tree.leaves)
     return rule.stateful or reduction is not None or (has_absent and bool(tree.shards))
 
 
 def group_leaves(rule: Choices, tree: OpenedTree, *, everywhere: bool) -> Groups:
-    """Return the numbers of the leaves that share a norm, absent ones too, by label.
+    """Return the numbers of the leaves that share a norm, by label, also of absent leaves.
 
-    With ``everywhere`` groups without any gradient have a norm, too.
+    With ``everywhere``, groups without any gradient have a norm, too.
     """
     label = rule.scope.label
     if label is everything:
@@ -359,7 +365,7 @@ def group_leaves(rule: Choices, tree: OpenedTree, *, everywhere: bool) -> Groups
 
 
 def names_of_norms(rule: Choices, tree: OpenedTree) -> list[str]:
-    """Return the groups or leaves of all norms by name, for processes that compare them."""
+    """Return a name for each norm, of its group or leaf, for processes to compare."""
     if rule.scope.label is None:
         return [stable(place("", path)) for path in tree.spec.paths()]
     return [_text(label) for label in group_leaves(rule, tree, everywhere=True)]
@@ -372,12 +378,12 @@ def _text(label: Any) -> str:
 def _check_labels(
     rule: Choices, tree: OpenedTree, members: Groups, reduction: Reduction | None
 ) -> None:
-    """Raise if a label looks for names that the leaves do not have, the first time it is used."""
+    """Raise at the first step if a label looks for names that the leaves do not have."""
     label = rule.scope.label
     if label is None or label is everything or not is_new(rule):
         return
 
-    # With absent leaves, the same label for all that are left is no sign of a mistake.
+    # If leaves are absent, the others may well have the same label.
     complete = reduction is None and len(tree.leaf_info.present) == len(tree.leaves)
     if complete:
         answers = [answer for answer, numbers in members.items() for _ in numbers]
@@ -395,8 +401,8 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
     *,
     everywhere: bool,
 ) -> list[Block]:
-    """Return the blocks of norms: as few arrays as there can be, so that few operations are."""
-    # Compilers take long for each row taken out of an array of norms.
+    """Stack norms in as few blocks as possible: each operation is one call for each block."""
+    # In compiled code the reverse is true: each row taken out of an array takes long to compile.
     separate = math_.separate and not (rule.stateful or rule.scope.label is everything)
     # Norms with kept axes are stacked only if their shapes are known and none is absent.
     can_stack = not (everywhere or math_.compiled)
@@ -408,7 +414,7 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
         key: Hashable = None
         if can_stack and len(group) == 1 and rule.scope.axes is not None:
             key = _stacking_key(tree, group[0], axes[group[0]])
-        # A norm that cannot be stacked is an array by itself.
+        # A norm that cannot be stacked is a block of its own.
         if separate or (key is None and rule.scope.axes is not None):
             key = number
 
@@ -435,19 +441,20 @@ def _count_kept(
 
 
 def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
-    """Return a key that must be equal for norms with axes to be stacked,
-    ``None`` if they must not be.
+    """Return a key that is equal for norms with kept axes that can be stacked.
+
+    ``None`` for norms that must not be stacked.
     """
-    # Arrays that are sharded or traced are not stacked: that would move them.
+    # Stacking would gather sharded arrays.
     backend = tree.backend
     array = tree.arrays[number]
     if axes is None or not backend.stacks(array):
         return None
     kept = tuple([length for axis, length in enumerate(array.shape) if axis not in axes])
 
-    # To stack the norms of single entries would copy the gradients.
-    of_entries = bool(kept) and math.prod([array.shape[axis] for axis in axes]) == 1
-    if of_entries or math.prod(kept) > MAX_STACKED_NORMS:
+    # To stack the norms of single elements would copy the gradients.
+    by_element = bool(kept) and math.prod([array.shape[axis] for axis in axes]) == 1
+    if by_element or math.prod(kept) > MAX_STACKED_NORMS:
         return None
     return kept, backend.device(array), tree.shard(number)
 
@@ -455,14 +462,14 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
 def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple[int, ...]] | None:
     """Return the shape of each block if all norms can be one vector, else ``None``.
 
-    An accelerator then runs each operation on norms once, not for each block. Its host would
-    otherwise start hundreds of kernels for the rows of a large model.
+    An accelerator then runs each operation on norms once. With an array for each block, the host
+    would start hundreds of kernels for the rows of a large model.
     """
     if not plan.math.on_device or len(plan.blocks) < 2 or plan.collectives is not None:
         return None
     if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
         return None
-    if not _can_join(plan, tree):
+    if not _can_form_vector(plan, tree):
         return None
 
     shapes = []
@@ -473,14 +480,14 @@ def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple
         kept = [length for axis, length in enumerate(lengths) if axis not in (covered or ())]
         shapes.append((len(block.groups), *kept))
 
-    # Norms of single entries would take as much memory as the gradients.
+    # Norms of single elements would take as much memory as the gradients.
     norms = sum(map(math.prod, shapes))
-    entries = sum([math.prod(tree.arrays[number].shape) for number in plan.order])
-    return shapes if norms * MIN_ENTRIES_PER_NORM <= entries else None
+    elements = sum([math.prod(tree.arrays[number].shape) for number in plan.order])
+    return shapes if norms * MIN_ELEMENTS_PER_NORM <= elements else None
 
 
-def _can_join(plan: Plan, tree: OpenedTree) -> bool:
-    """Return whether each norm is of one leaf, and all leaves lie on one device."""
+def _can_form_vector(plan: Plan, tree: OpenedTree) -> bool:
+    """Return whether each norm is of one leaf, and all leaves are on one device."""
     if any([len(group) != 1 for block in plan.blocks for group in block.groups]):
         return False
     arrays = [tree.arrays[number] for number in plan.order]
@@ -489,7 +496,7 @@ def _can_join(plan: Plan, tree: OpenedTree) -> bool:
 
 
 def _joined(blocks: Iterable[Block]) -> Block:
-    """Return one block with the rows of all."""
+    """Return one block with the rows of all blocks."""
     groups: list[tuple[int, ...]] = []
     labels: list[Label] = []
     for block in blocks:
@@ -501,20 +508,21 @@ def _joined(blocks: Iterable[Block]) -> Block:
 def _add_collectives(
     plan: Plan, rule: Choices, trees: Sequence[OpenedTree], reduction: Reduction | None
 ) -> None:
-    """Say in a plan what processes reduce, if there are several."""
+    """Set the reductions over processes of a plan, if there are several processes."""
     tree = trees[0]
     shards = [one.shards for one in trees]
     if reduction is not None or any(shards):
         plan.collectives = Collectives(plan, tree, reduction, shards)
         if plan.collectives.divided and rule.stateful:
             msg = (
-                f"{summarize(rule)} keeps norms along axes as its state, and some of these axes "
-                "are sharded, so that the state would differ from process to process; "
-                "take a scope of whole leaves, such as uc.scopes.each_leaf, or a stateless limit"
+                f"{summarize(rule)} keeps a state for norms along axes, and some of these axes are "
+                "sharded, so the state would differ from process to process; use a scope of whole "
+                "leaves, such as uc.scopes.each_leaf, or a stateless limit"
             )
             raise ValueError(msg)
 
-    # Leaves that lie in several devices of a trace raise an error if nothing reduces their norms.
+    # In JAX, this call raises an error for leaves that vary along a mapped axis, since without
+    # ``all_reduce`` each device would clip by a norm of its own part.
     if reduction is None and plan.math.compiled and rule.scope.axes is None:
         present = tree.leaf_info.present
         arrays = [tree.arrays[number] for number in present]
@@ -538,16 +546,16 @@ def check_answers_differ(  # noqa: PLR0913 - a function, and what it was called 
     *,
     by_leaf: bool = True,
 ) -> None:
-    """Raise if a mask or a label returned the same for several leaves because it looks for names
-    that they do not have.
+    """Raise if a mask or a label probably looks for names that the leaves do not have.
 
-    All leaves that have names may be meant, and so may a label that is a key of the path. With
-    ``by_leaf`` a function may also decide by the leaf alone.
+    A sign of it is the same answer for several leaves without names, since a mask that matches none
+    would silently turn clipping off. The same answer is accepted if the leaves have names, if it is
+    a key of the path, or, with ``by_leaf``, from a function that uses the leaf alone.
 
     Raises
     ------
     ValueError
-        If it did.
+        If the answers do not differ.
     """
     if len(answers) < 2 or len(set(answers)) > 1:
         return
@@ -557,7 +565,7 @@ def check_answers_differ(  # noqa: PLR0913 - a function, and what it was called 
         return
     if not isinstance(answer, bool) and answer in paths[0]:
         return
-    if by_leaf and _decides_by_leaf(function, paths, leaves):
+    if by_leaf and _uses_leaf_alone(function, paths, leaves):
         return
 
     msg = (
@@ -570,13 +578,13 @@ def check_answers_differ(  # noqa: PLR0913 - a function, and what it was called 
     raise ValueError(msg)
 
 
-def _decides_by_leaf(
+def _uses_leaf_alone(
     function: Callable[..., Any], paths: list[Path], leaves: Sequence[Any]
 ) -> bool:
     """Return whether a function of (path, leaf) works without the paths, but not without the
     leaves.
 
-    An object that is called, such as a ``partial``, is taken at its word.
+    A callable object, such as a ``partial``, counts as one that does, without a call.
     """
     if not isinstance(function, (FunctionType, MethodType)):
         return True
@@ -607,21 +615,21 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
         if leaf is not None:
             raise
         msg = (
-            f"{where} is absent (None), and a rule that remembers asks for its group: label it by "
-            "its path alone"
+            f"{where} is absent (None), and a stateful rule needs its group, too: label leaves by "
+            "their paths alone"
         )
         raise TypeError(msg) from error
 
     is_array = hasattr(answer, "dtype")
     try:
-        # NumPy's scalars are numbers, and flags are keys, too.
+        # NumPy's scalars are valid labels.
         fits = not is_array or isinstance(answer, (Number, str)) or answer in {True, False}
         # Hashes it: PyTorch 2.11 and 2.12 do not compile `hash`.
         frozenset((answer,))
     except TypeError:
         fits = False
 
-    check("the label of a group", answer, fits, "hashable, such as a text or a number")
+    check("the label of a group", answer, fits, "hashable, such as a string or a number")
     return answer
 
 
@@ -652,8 +660,8 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
 
     if axes and by_entry:
         msg = (
-            f"{tree.place(number)} is sparse, and stores no axes to take norms along; use a scope "
-            "of whole leaves"
+            f"{tree.place(number)} is sparse and stores single elements, which have no axes to "
+            "take norms along; use a scope of whole leaves"
         )
         raise TypeError(msg)
 
@@ -661,7 +669,7 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
 
 
 def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: Choices, does: str) -> None:
-    """Raise if a rule has something for each row of a sparse leaf, which stores other rows at each
+    """Raise if a rule has a value for each row of a sparse leaf, which stores other rows at each
     step.
 
     Raises
@@ -673,9 +681,9 @@ def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: Choices, does: str) 
         covered = axes[number]
         if covered is not None and 0 not in covered and tree.is_sparse(number):
             msg = (
-                f"{tree.place(number)} is sparse: {summarize(rule)} {does} for each row, and at "
-                "each step other rows are stored; make the gradient dense, or take a norm of whole "
-                "leaves"
+                f"{tree.place(number)} is sparse and stores other rows at each step, but "
+                f"{summarize(rule)} {does} for each row; make the gradient dense, or use a scope "
+                "of whole leaves"
             )
             raise TypeError(msg)
 

@@ -39,7 +39,7 @@ def needs_sizes(limit: Limit, norm: Norm) -> bool:
     return "sizes" in limit.needs or bool(norm.size_power)
 
 
-def count_entries(plan: Plan, tree: OpenedTree) -> list[Tensor]:
+def count_elements(plan: Plan, tree: OpenedTree) -> list[Tensor]:
     """Return the number of elements of each norm in this process, an array for each block.
 
     Replicas are divided among their processes, so that the sum over these is right.

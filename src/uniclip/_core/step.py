@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """One step of a rule: open the tree, plan, measure, ask the limit and the curve, apply.
 
-`run_step` asks for the fast path first. The general way is below it, in the order in which it runs;
-what happens to gradients that are not finite is decided here.
+`run_step` tries the fast path first. The general path follows, in the order in which it runs. This
+module also applies the policy for gradients that are not finite.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of,
 from uniclip._core.tree import OpenedTree, flatten_known, open_leaves, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
 from uniclip._types import Factors, Flags, Step, Tree
-from uniclip.backends import MET, Backend, backend_of, library_of
+from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, finite_or_zero
 from uniclip.curves import rejects
 from uniclip.report import StepValues
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from uniclip.rule import Choices
 
 MAX_NAMED_LEAVES = 5
-"""The number of leaves named in an error."""
+"""The largest number of leaves that an error names."""
 
 
 def run_step(  # noqa: PLR0913 - a step has as many parts
@@ -50,7 +50,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     *,
     apply: Apply | None = scale_leaves,
 ) -> StepResult | FastStepResult:
-    """Take one step of a rule, on the fast path if that takes it, else the general way.
+    """Take one step of a rule, on the fast path if it applies, else on the general path.
 
     Parameters
     ----------
@@ -59,10 +59,10 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     state : tree of arrays
     step : Step
     max_norm : float or 0-d array, optional
-        A constant limit in the place of the rule's.
+        A constant limit in place of the rule's.
     apply : function, optional
-        What is made of the leaves and their factors, by default new leaves, or the same in place;
-        ``None`` to only measure.
+        Applies the factors to the leaves, by default to new leaves or in place; ``None`` to only
+        measure.
 
     Raises
     ------
@@ -72,11 +72,12 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     limit = rule.constant if max_norm is None else max_norm
     leaves, spec = flatten_known(grads)
 
-    # The library of the first leaf says whether the step is one for its fast path.
+    # Try the fast path before anything else: leaves are not even validated, since a backend takes
+    # only arrays that it knows.
     backend = None
     for leaf in leaves:
         if leaf is not None:
-            backend = MET.get(type(leaf)) or backend_of(leaf)
+            backend = BACKEND_CACHE.get(type(leaf)) or backend_of(leaf)
             break
 
     if backend is not None:
@@ -84,7 +85,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
         if numbers is not None:
             return FastStepResult(backend, spec.unflatten, numbers, state)
 
-    # Sparse leaves and integers among dense ones may still take it, on the arrays inside of them.
+    # With sparse leaves or integers among dense ones, try it again on the arrays inside of them.
     tree = open_leaves(leaves, spec, in_place=step.in_place)
     if tree.wrapped and not tree.shards:
         numbers = run_fast_path_on_storage(rule, tree, limit, step)
@@ -102,9 +103,9 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     constant: Any,
     apply: Apply | None = scale_leaves,
 ) -> StepResult:
-    """Take a step of any kind: plan, measure, ask the limit and the curve, apply.
+    """Take a step on the general path: plan, measure, ask the limit and the curve, apply.
 
-    ``constant`` is a limit that is a number or an array; without it the rule's limit is asked.
+    ``constant`` is a limit that is a number or an array, in place of the rule's limit.
     """
     trees = [tree]
     if (
@@ -121,7 +122,7 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
     if len(trees) > 1 and mode != HOST:
         trees[1] = _detach(trees[1])
 
-    # The first array says on which device norms lie; without gradients, the first parameter.
+    # New arrays go to the device of the first gradient; without gradients, of the first parameter.
     first = tree.first
     if first is None and len(trees) > 1:
         first = _first_leaf(trees[1])
@@ -129,7 +130,8 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         reduction = None
         if step.all_reduce is not None or step.shared is not None:
             reduction = _agree(rule, tree, mode, step)
-        # Not asked of a number that a compiler knows as a symbol.
+        # Only in this mode: a compiler cannot look up the shape of a number that it knows as a
+        # symbol.
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
@@ -146,7 +148,7 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
     step: Step,
     constant: Any,
 ) -> tuple[OpenedTree, StepValues, Any]:
-    """Return the gradients to multiply, what the report is made of, and the next state."""
+    """Return the gradients to multiply, the values of the report, and the next state."""
     if rule.nonfinite == "zero":
         tree, measured = _measure_and_zero(rule, plan, trees, step)
     else:
@@ -161,12 +163,12 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
     factors = compute_factors(rule, plan, measured, limits, constant)
     if rule.zeroes:
         factors = zero_where_skipped(rule, plan, measured, factors, step_finite)
-    # NaN never enters a state.
+    # One NaN in a moving average would stay there for all later steps.
     if rule.stateful:
         new_state = _choose_state(step_finite, new_state, state)
     skipped = _is_skipped(rule, plan, measured, factors, step_finite)
 
-    # One vector of all norms, as an accelerator computes them, goes apart into blocks again.
+    # An accelerator computes all norms as one vector: split it into blocks again.
     norms = measured.norms
     if plan.shapes is not None:
         norms = plan.split_blocks(norms)
@@ -174,16 +176,16 @@ def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
         factors = plan.split_blocks(factors)
         thresholds = thresholds and plan.split_blocks(thresholds)
 
-    finite = measured.entries_finite
+    finite = measured.elements_finite
     return tree, StepValues(plan, norms, limits, factors, thresholds, finite, skipped), new_state
 
 
-# What comes in.
+# Open the inputs.
 
 
 def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree]:
     """Return the gradients, and the parameters if the limit needs them."""
-    # A loss that is reduced already was checked before.
+    # A loss that is reduced already has been validated.
     loss = None if isinstance(step.loss, Loss) else step.loss
     check_step_arguments(loss, step.params)
     raise_if_kept_axes(rule.scope, step.all_reduce)
@@ -192,7 +194,7 @@ def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree
 
 
 def _detach(params: OpenedTree) -> OpenedTree:
-    """Return parameters of which no derivative is recorded."""
+    """Return parameters detached, since a limit is a constant of the step."""
     return params._replace(arrays=params.backend.detach_all(params.arrays))
 
 
@@ -206,14 +208,14 @@ def _first_leaf(tree: OpenedTree) -> Any:
 def find_mode(
     rule: Choices, trees: Sequence[OpenedTree], state: Any, step: Step, constant: Any
 ) -> int:
-    """Return the mode of a step: who has the values of all that comes in."""
+    """Return the execution mode of a step, which depends on where the values of all inputs are."""
     leaf_info = trees[0].leaf_info
     backend = leaf_info.backend
-    # Nearly always nothing else comes in that could be traced, or that the host could not read.
+    # Usually the gradients are the only input that could be traced or on a device.
     if type(constant) is float and step.norm is None and len(trees) == 1 and not rule.holds_arrays:
         return backend.mode(leaf_info)
 
-    # If the host reads everything, all is NumPy's; one argument that it cannot read is enough.
+    # A single argument that the host cannot read makes the step compute with the library.
     read = [constant, step.norm, *getattr(rule.limit, "constants", ())]
     if rule.stateful and not rule.limits_checked:
         read += optree.tree_leaves(state)
@@ -234,16 +236,16 @@ def _is_viewable(backend: Backend, value: object) -> bool:
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
     library = backend_of(value)
-    # An array of flags has no backend of its own.
+    # A boolean array is no gradient, so `backend_of` returns `None` for it.
     if library is None:
         return backend.as_numpy(backend.xp.asarray(value)) is not None
     return library.as_numpy(value) is not None
 
 
 def _agree(rule: Choices, tree: OpenedTree, mode: int, step: Step) -> Reduction | None:
-    """Return the reduction over the processes of a step, which compare their rules the first time.
+    """Return the reduction over the processes of a step; at the first step, let them agree.
 
-    Their number and dtypes are part of the plan.
+    This comes before the plan, which depends on their number and dtypes.
     """
     reductions = None if mode == TRACED else rule.cache.reductions
     reduction = reduction_of(reductions, step.all_reduce, step.shared)
@@ -254,12 +256,12 @@ def _agree(rule: Choices, tree: OpenedTree, mode: int, step: Step) -> Reduction 
     return reduction
 
 
-# What is not finite.
+# Handle gradients that are not finite.
 
 
 def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured) -> Flags:
-    """Return whether a step is finite, in all processes; raise by the policy ``"raise"``."""
-    finite = plan.math.finite(measured.norms, measured.entries_finite, measured.finite_norms)
+    """Return whether a step is finite in all processes; with the policy ``"raise"``, raise if not."""
+    finite = plan.math.finite(measured.norms, measured.elements_finite, measured.finite_norms)
     if plan.collectives is not None:
         [finite] = plan.collectives.true_in_all_shards([finite])
     if rule.nonfinite == "raise":
@@ -270,9 +272,9 @@ def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measure
 def _measure_and_zero(
     rule: Choices, plan: Plan, trees: Sequence[OpenedTree], step: Step
 ) -> tuple[OpenedTree, Measured]:
-    """Return gradients with 0 for entries that are not finite, and what is measured then.
+    """Return gradients with 0 for elements that are not finite, and their measurements.
 
-    The host reads whether there are some, and reads the gradients twice only then.
+    If the host reads the norms, only gradients with such elements are measured twice.
     """
     tree = trees[0]
     if not plan.math.host:
@@ -280,10 +282,11 @@ def _measure_and_zero(
         return zeroed, measure(rule, plan, [zeroed, *trees[1:]], step, tree)
 
     measured = measure(rule, plan, trees, step, tree)
-    # If processes hold shards, all of them measure again, or none: they have counted together.
-    if measured.entries_finite is None:
-        measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
-    if bool(measured.entries_finite):
+    # With shards, the processes have counted together, so either all measure again or none does:
+    # a process that measured alone would wait for the others.
+    if measured.elements_finite is None:
+        measured = measured._replace(elements_finite=plan.math.finite(measured.norms, None))
+    if bool(measured.elements_finite):
         return tree, measured
     zeroed = _zero_nonfinite(plan, tree)
     again = measure(rule, plan, [zeroed], step._replace(loss=None), zeroed)
@@ -291,11 +294,11 @@ def _measure_and_zero(
 
 
 def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
-    """Return gradients with 0 for entries that are not finite."""
+    """Return gradients with 0 for elements that are not finite."""
     library = plan.math.library
     arrays = list(tree.arrays)
     for number in tree.leaf_info.present:
-        # Arrays may lie on several devices, of which a library computes on one at a time.
+        # Arrays may be on several devices, and a library creates new ones on a single one.
         with library.computation_context(arrays[number]):
             arrays[number] = finite_or_zero(library.xp, arrays[number])
     return tree._replace(arrays=arrays)
@@ -305,9 +308,9 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
     if plan.math.backend.traced(finite):
         msg = (
-            "nonfinite='raise' has to look at the norm, and code that is being compiled or "
-            "transformed has no values to look at: use 'propagate', 'skip' or 'zero' there, and "
-            "look at report.finite outside"
+            "nonfinite='raise' has to read the norm, and code that is being compiled or "
+            "transformed has no values to read: use 'propagate', 'skip' or 'zero' there, and "
+            "read report.finite outside"
         )
         raise TypeError(msg)
 
@@ -322,8 +325,8 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     ]
     if not bad:
         msg = (
-            "the gradients are finite, but their norm is out of its dtype's range, or another "
-            "device's are not"
+            "the gradients are finite, but their norm is out of its dtype's range, or gradients on "
+            "another device are not finite"
         )
         raise NonFiniteError(msg)
 
@@ -333,8 +336,9 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
 
 
 def state_where(flag: Flags, new: Any, old: Any, *, expected: bool = True) -> Any:
-    """Return the new state if a flag is as expected, else the old one,
-    on the device of the new one.
+    """Return the new state if a flag is as expected, else the old state.
+
+    Its arrays are on the devices of the new state.
     """
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
@@ -348,7 +352,7 @@ def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> An
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
         return new
-    # If the host reads the flag, no array is made.
+    # Where the host reads the flag, `where` would copy the state for nothing.
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return new if bool(flag) is expected else old
@@ -370,15 +374,15 @@ def _is_skipped(
     factors: Sequence[Factors],
     step_finite: Flags | None,
 ) -> Flags | None:
-    """Return whether the whole step is skipped, ``None`` if the rule skips none."""
+    """Return whether the whole step is skipped, ``None`` for a rule that never skips."""
     xp = plan.math.xp
     if not rejects(rule.curve):
         if rule.nonfinite != "skip":
             return None
         return xp.logical_not(step_finite)
 
-    # Without absent rows, a step is skipped if all factors are 0. The policy "skip" makes those of
-    # a non-finite step 0, too.
+    # If no norm is absent or empty, a step is skipped if all factors are 0. The policy "skip" has
+    # set them to 0, too.
     complete = plan.collectives is None and not any([block.absent for block in plan.blocks])
     if complete and factors and not any([0 in factor.shape for factor in factors]):
         return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
@@ -388,7 +392,7 @@ def _is_skipped(
     none_rejected = []
     for of_block, block, has_gradient in zip(factors, plan.blocks, present, strict=True):
         is_zero = xp.equal(of_block, 0.0)
-        # True also if there is no norm.
+        # Also true for a block without norms, so that an empty block skips nothing.
         none_rejected.append(xp.logical_not(xp.any(is_zero)))
         absent = find_absent(plan, block.absent, has_gradient)
         if absent is not None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Trees of gradients and parameters: flatten them, open leaves into dense arrays, restore and name
-them.
+"""Trees of gradients and parameters: flatten them, open leaves into dense arrays, and rebuild them.
 
-A tree is flattened and opened once. This is the one door for leaves that are not dense arrays of
-floating-point numbers: sparse and distributed ones, integers and storage formats become such arrays
-here, each in a `WrappedLeaf`, in which entries that were stored twice are summed.
-`OpenedTree.restore_leaves` makes them what they were. ``None``, an absent gradient, keeps its row.
+A tree is flattened and opened once. Only this module opens leaves that are not dense floating-point
+arrays (sparse and distributed ones, integers, storage formats): each becomes a `WrappedLeaf` with
+such an array, in which elements that are stored twice are summed. `OpenedTree.restore_leaves`
+rebuilds the formats. An absent gradient, ``None``, stays in its place.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from optree.utils import total_order_sorted
 from uniclip._errors import describe, printed, summarize
 from uniclip._types import Array, Path, Step, Tensor, Tree
 from uniclip.backends import (
+    BACKEND_CACHE,
     COMPILER,
     DEFAULT,
-    MET,
-    UNTOLD,
+    UNCONFIGURED,
     Backend,
     backend_of,
     compiling,
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from uniclip.rule import Choices
 
 Leaf: TypeAlias = Any
-"""A leaf as it came in: an array of any framework, sparse or distributed, or ``None``."""
+"""A leaf as the user passed it: an array of any framework and format, or ``None``."""
 Children: TypeAlias = "tuple[list[Leaf], Any, Iterable[Any]]"
 """The children of a container, its structure, and the keys of the children."""
 
@@ -64,48 +63,48 @@ class ShardGroup(Protocol):
         """Return their ranks, with those of the whole mesh."""
 
     def reduce(self, array: Any, op: Op, /) -> Any:
-        """Return the sum or the maximum over them."""
+        """Return the sum or the maximum over these processes."""
 
 
 class Shard(Protocol):
-    """The part of a distributed leaf that this process holds."""
+    """The shard of a distributed leaf in this process."""
 
     shape: tuple[int, ...]
-    """The lengths of the leaf."""
+    """The shape of the leaf."""
     local: tuple[int, ...]
-    """The lengths of the part."""
+    """The shape of the shard."""
     replicas: int
-    """How many processes hold the same entries."""
+    """How many processes hold the same elements."""
 
     def divided(self, axes: Axes) -> object:
-        """Return which axes that norms along ``axes`` keep are divided, and where."""
+        """Return the axes that norms along ``axes`` keep and that are sharded, and how."""
 
     def shard_groups(self, axes: Axes = None) -> ShardGroup | None:
         """Return the processes over which norms along ``axes`` are reduced."""
 
     def divide(self, leaf: Any) -> Any:
-        """Return the same part of another leaf."""
+        """Return the same shard of another leaf."""
 
     def gather(self, leaf: Any) -> Any:
-        """Return the whole of another leaf."""
+        """Return another leaf gathered from all processes."""
 
     def weigh(self, value: Any, *, inverse: bool = False) -> Any:
-        """Return a sum in which replicas count once."""
+        """Return a sum weighted so that replicas count once."""
 
     def sum_examples(self, like: Any, local: Any) -> Any:
         """Return a distributed leaf of summed examples."""
 
 
 NAMESPACE = "uniclip"
-"""The namespace in which optree knows the containers that it does not open by itself."""
+"""The namespace in which uniclip registers containers with optree."""
 LEAF_INFO_CACHE_SIZE = 256
-"""The number of kinds of trees whose `LeafInfo` a backend keeps."""
+"""The largest number of `LeafInfo` objects in the cache of a backend."""
 _REGISTERED: set[type] = set()
 _LOCK = Lock()
 
 
 class OpenedTree(NamedTuple):
-    """A tree whose leaves are arrays to measure and multiply, and how to make it what it was."""
+    """A flattened tree with dense arrays to measure and multiply, and what rebuilds its leaves."""
 
     leaf_info: LeafInfo
     leaves: list[Leaf]
@@ -120,8 +119,8 @@ class OpenedTree(NamedTuple):
     name: str = "grads"
     in_place: bool = False
     wrapped: dict[int, WrappedLeaf] = {}  # noqa: RUF012 - never changed
-    """The leaves that are not their arrays, by their numbers;
-    and absent ones whose parameters are distributed.
+    """The leaves in other formats, by their numbers; also absent ones whose parameters are
+    distributed.
     """
 
     @property
@@ -137,18 +136,18 @@ class OpenedTree(NamedTuple):
 
     @property
     def shards(self) -> dict[int, Shard]:
-        """The parts of distributed leaves, by their numbers.
+        """The shards of distributed leaves, by their numbers.
 
-        Those of the parameters, if gradients are absent.
+        An absent gradient has the shard of its parameter.
         """
         return {n: leaf.shard for n, leaf in self.wrapped.items() if leaf.shard is not None}
 
     def shard(self, number: int) -> Any:
-        """Return the part of a distributed leaf that an array is, ``None`` for a whole leaf."""
+        """Return the shard of a distributed leaf, ``None`` for a whole leaf."""
         return self.wrapped[number].shard if number in self.wrapped else None
 
     def is_sparse(self, number: int) -> bool:
-        """Return whether a leaf stores only some of its rows, or of its entries."""
+        """Return whether a leaf stores only some of its rows, or of its elements."""
         return number in self.wrapped and self.wrapped[number].rows is not None
 
     def is_integral(self, number: int) -> bool:
@@ -158,7 +157,7 @@ class OpenedTree(NamedTuple):
     def shapes(self) -> list[Any]:
         """Return the shape of each leaf, ``None`` for an absent leaf.
 
-        A length that is a value of a graph is ``None``, too.
+        A length that is known only at run time is ``None``, too.
         """
         if not self.wrapped:
             return [leaf if leaf is None else leaf.shape for leaf in self.leaves]
@@ -182,11 +181,11 @@ class OpenedTree(NamedTuple):
         return place(self.name, self.paths()[number])
 
     def close(self, arrays: list[Any]) -> Any:
-        """Return a tree like the one that was opened, of changed arrays."""
+        """Return a tree of the original structure and formats, given changed arrays."""
         return self.spec.unflatten(self.restore_leaves(arrays) if self.wrapped else arrays)
 
     def restore_leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
-        """Return the leaves of changed arrays."""
+        """Return leaves of the original formats, given changed arrays."""
         leaves = list(arrays)
         for number in self.leaf_info.wrapped:
             unchanged = arrays[number] is self.wrapped[number].array
@@ -197,15 +196,16 @@ class OpenedTree(NamedTuple):
         return leaves
 
     def find_repeated(self) -> tuple[set[int], set[int]]:
-        """Return the leaves whose storage is that of earlier ones, and those that need no write.
+        """Return the leaves that have the storage of earlier leaves, and those of them that need no
+        write.
 
-        Copies of other leaves are written: they may have other rows in that storage, or other
-        factors, and get new storage.
+        A leaf that is opened as a copy is written all the same: it may have other rows in that
+        storage, or another factor.
         """
         repeated = find_shared_storage(self.backend, self.leaves, self.place)
         written: set[int] = set()
         for number in repeated:
-            # The same object is written once; other leaves with the same storage may differ.
+            # The same object needs one write; two leaves with the same storage may differ.
             copied = number in self.wrapped and self.wrapped[number].copied
             leaf = self.leaves[number]
             if copied and not any([leaf is earlier for earlier in self.leaves[:number]]):
@@ -220,11 +220,11 @@ class OpenedTree(NamedTuple):
                 self._rebuild(number, self.wrapped[number].array)
 
     def _rebuild(self, number: int, array: Any) -> Leaf:
-        """Return a leaf of a changed array, or write it into the leaf."""
+        """Return a leaf with a changed array; in place, write the array into the leaf."""
         wrapped = self.wrapped[number]
         leaf = self.leaves[number]
         xp = self.backend.xp
-        # Integers that a rule of norms has scaled stay floats; all else gets the leaf's dtype.
+        # Scaled integers stay floats. Rounded to the dtype of the leaf, most would become 0.
         scaled_integers = self.is_integral(number) and not xp.isdtype(array.dtype, "integral")
         if not scaled_integers and array.dtype == wrapped.array.dtype:
             array = cast(xp, array, leaf.dtype)
@@ -240,7 +240,7 @@ def place(name: str, path: Path) -> str:
 
 
 class Flat(NamedTuple):
-    """A tree that was flattened; the core takes it in the place of the tree."""
+    """A flattened tree, which the core accepts in place of the tree."""
 
     leaves: list[Leaf]
     """Its leaves, ``None`` for absent ones."""
@@ -270,10 +270,10 @@ def flatten(tree: Tree, name: str = "grads") -> Flat:
 def flatten_known(tree: Tree) -> tuple[list[Leaf], Spec]:
     """Return leaves and structure of a tree.
 
-    A container of a class that was not met yet is a leaf.
+    A container of a class that is not registered yet is a leaf.
     """
-    # Every call comes here before it does anything that an old compiler would crash in.
-    if UNTOLD and COMPILER in sys.modules:
+    # Old compilers crash in the core, and this is the first function that each call runs.
+    if UNCONFIGURED and COMPILER in sys.modules:
         tell_compilers()
     if isinstance(tree, Flat):
         return tree
@@ -282,32 +282,29 @@ def flatten_known(tree: Tree) -> tuple[list[Leaf], Spec]:
 
 
 def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
-    """Return leaves and structure, with containers of classes that were not met yet opened.
+    """Return leaves and structure; register classes of containers, and open them.
 
     Raises
     ------
     ValueError
         If the tree is an iterator that is empty or exhausted.
     """
-    others = [leaf for leaf in leaves if leaf is not None and type(leaf) not in MET]
+    others = [leaf for leaf in leaves if leaf is not None and type(leaf) not in BACKEND_CACHE]
     others = [leaf for leaf in others if backend_of(leaf) is None]
     if not others:
         return Flat(leaves, spec)
 
-    # An iterator is read once, which makes a list of it if it is the tree itself.
+    # An iterator can be read only once, so it becomes a list, if it is the whole tree.
     root = others[0]
     if isinstance(root, (Iterator, ValuesView)) and spec.unflatten(leaves) is root:
         items = list(root)
         if not items and isinstance(root, Iterator):
-            msg = (
-                f"{name} is an iterator with nothing left in it; pass a list, which can be read "
-                "twice"
-            )
+            msg = f"{name} is an empty or exhausted iterator; pass a list, which can be read twice"
             raise ValueError(msg)
 
         return flatten(items, name)
 
-    # All classes are registered before the tree is flattened again.
+    # Register all classes, not just the first, before the tree is flattened again.
     if any([_register(node) for node in others]):
         return flatten(spec.unflatten(leaves), name)
     return Flat(leaves, spec)
@@ -344,7 +341,7 @@ def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each
     if of_library is not None:
         return of_library
 
-    # A mapping has the order of the class that stands for it: a dict is sorted.
+    # optree sorts the keys of a dict, and keeps the order of an OrderedDict: do the same.
     if isinstance(node, OrderedDict):
         keys = tuple(node)
         return [node[key] for key in keys], _Container(OrderedDict, keys, keys), keys
@@ -368,12 +365,12 @@ class _Container(NamedTuple):
     """A container without its children."""
 
     kind: Any
-    """The class that it is made of again: of mappings, `list` or a dataclass."""
+    """The class to rebuild it with: a mapping, `list` or a dataclass."""
     keys: tuple[Any, ...] = ()
     order: tuple[Any, ...] = ()
     """The keys of a mapping in their own order."""
     original: Callable[[], Any] | None = None
-    """Returns the dataclass, which may have attributes beside its fields, as long as it lives."""
+    """A weak reference to the dataclass, which may have attributes that are not fields."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Container) and self[:3] == other[:3]
@@ -382,18 +379,18 @@ class _Container(NamedTuple):
         return hash(self[:3])
 
     def unflatten(self, children: Iterable[Leaf]) -> Any:
-        """Return the container of other children."""
+        """Return the container with other children."""
         if self.kind is list:
             return list(children)
         by_key = dict(zip(self.keys, children, strict=True))
         if issubclass(self.kind, dict):
             return self.kind([(key, by_key[key]) for key in self.order])
 
-        # Attributes that are no fields are copied from the original, as long as it lives.
+        # Copy attributes that are not fields from the original, if it still exists.
         original = self.original and self.original()
         made = object.__new__(self.kind) if original is None else copy(original)
         for name, value in by_key.items():
-            # Also of frozen dataclasses, and of fields that `__init__` does not take.
+            # `setattr` would fail for a frozen dataclass, and `__init__` may not take all fields.
             object.__setattr__(made, name, value)
 
         return made
@@ -405,15 +402,15 @@ class _Container(NamedTuple):
 def open_tree(
     tree: Tree, name: str = "grads", *, in_place: bool = False, whole: bool = False
 ) -> OpenedTree:
-    """Open a tree of gradients, or of parameters by that name.
+    """Open a tree of gradients, or of parameters if ``name`` is ``"params"``.
 
-    ``whole`` for a function of each array.
+    With ``whole``, integers and distributed arrays stay as they are, for a function of each array.
 
     Raises
     ------
     TypeError
-        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never
-        change or hold integers.
+        If a leaf is not an array, leaves belong to two frameworks, or, with ``in_place``, leaves
+        are immutable or hold integers.
     """
     leaves, spec = flatten_known(tree)
     return open_leaves(leaves, spec, name, in_place=in_place, whole=whole)
@@ -428,10 +425,13 @@ def open_leaves(
     whole: bool = False,
 ) -> OpenedTree:
     """Do as `open_tree`, given the leaves and the structure that `flatten_known` returned."""
-    # Trees whose leaves have equal signatures share a `LeafInfo`, which says what is wrapped.
+    # To look at each leaf takes most of a small step. Trees with equal signatures share a
+    # `LeafInfo`, which has the numbers of the leaves to unwrap.
     present = [leaf for leaf in leaves if leaf is not None]
-    met = MET.get(type(present[0])) if present else None
-    leaf_info = None if met is None else met.leaf_infos.get((name, whole, met.signature(leaves)))
+    known = BACKEND_CACHE.get(type(present[0])) if present else None
+    leaf_info = None
+    if known is not None:
+        leaf_info = known.leaf_infos.get((name, whole, known.signature(leaves)))
     if leaf_info is None:
         leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
@@ -443,7 +443,7 @@ def open_leaves(
     arrays = leaves
     wrapped: dict[int, WrappedLeaf] = {}
     if candidates:
-        # The device of a leaf may have a default dtype of its own.
+        # Integers become the default float, which depends on the device.
         with backend.computation_context(leaves[candidates[0]]):
             for number in candidates:
                 leaf = _unwrap(backend, leaves[number], in_place=in_place, whole=whole)
@@ -461,7 +461,7 @@ def open_leaves(
     if in_place and not whole:
         _raise_if_integers(tree)
     if in_place and not backend.writes:
-        # Its error says what to use for arrays that never change.
+        # It raises an error that names what to use for immutable arrays.
         find_shared_storage(backend, leaves, tree.place)
 
     return tree
@@ -474,11 +474,11 @@ def _learn_leaf_info(
     wrapped: tuple[int, ...],
     purpose: tuple[str, bool],
 ) -> LeafInfo:
-    """Return what is known of leaves of kinds that were not met, and keep it for the next tree."""
+    """Return the `LeafInfo` of leaves with a new signature, and cache it for the next tree."""
     with backend.computation_context():
         leaf_info = LeafInfo(backend, arrays, wrapped)
     signature = backend.signature(leaves)
-    # Compiled code keeps nothing: it would be compiled again for each entry of a cache.
+    # Compiled code caches nothing: it would be compiled again after each change of the cache.
     if signature is None:
         return leaf_info
     if len(backend.leaf_infos) >= LEAF_INFO_CACHE_SIZE:
@@ -487,12 +487,12 @@ def _learn_leaf_info(
 
 
 def _raise_if_integers(tree: OpenedTree) -> None:
-    """Raise if integers are to be changed in place, by a rule of norms."""
+    """Raise if a leaf holds integers, for a rule that scales leaves in place."""
     for number in tree.wrapped:
         if tree.is_integral(number):
             msg = (
-                f"{tree.place(number)} holds integers, which cannot hold what a rule of norms "
-                "makes of them"
+                f"{tree.place(number)} holds integers, and scaled in place they would be rounded; "
+                "use uc.clip, which returns floats"
             )
             raise TypeError(msg)
 
@@ -509,7 +509,7 @@ def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> Wra
     if inner is None:
         return outer
 
-    # What the outer layer says of rows, shape and shard holds for the leaf.
+    # Rows, shape and shard of the outer layer are those of the leaf.
     facts = {name: value for name, value in outer._asdict().items() if value is not None}
     facts["array"] = inner.array
     facts["rebuild"] = lambda new: outer.rebuild(inner.rebuild(new))
@@ -569,7 +569,7 @@ def find_shared_storage(
 ) -> set[int]:
     """Return the leaves whose storage is that of an earlier leaf.
 
-    It is asked before any leaf is written in place.
+    Called before any leaf is written in place, so that an error leaves all of them unchanged.
 
     Raises
     ------
@@ -578,7 +578,7 @@ def find_shared_storage(
     ValueError
         If two leaves overlap in memory, and are not the same.
     """
-    # Most backends can tell quickly that all leaves can be written and share nothing.
+    # Most backends have a quick check for leaves that can be written and share no memory.
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
     storages = backend.storage([leaves[number] for number in present])
     if storages is None:
@@ -591,15 +591,15 @@ def find_shared_storage(
         leaf = leaves[number]
         why = reason
         if not why and view is not None and overlaps_itself(view):
-            why = "several of its entries may lie in one place"
+            why = "several of its elements may share memory"
         if why:
             msg = (
                 f"{where(number)}, a {describe(leaf)}, cannot be changed in place: {why}; use "
-                "clipped, report = uc.clip(grads, rule), which makes new arrays"
+                "clipped, report = uc.clip(grads, rule), which returns new arrays"
             )
             raise TypeError(msg)
 
-        # If its place in memory is unknown, a leaf can only be the same object as another one.
+        # If its place in memory is unknown, only the same object is known to share it.
         if view is None and unknown.setdefault(_identity(leaf), number) != number:
             repeated.add(number)
         if view is not None and view.size:
@@ -611,7 +611,7 @@ def find_shared_storage(
 
 
 def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> set[int]:
-    """Return the leaves that lie where an earlier one does.
+    """Return the leaves that have the same memory as an earlier leaf.
 
     Raises
     ------
@@ -622,9 +622,8 @@ def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> se
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (
-                f"{where(earlier)} and {where(later)} may overlap in memory, so that some entries "
-                "would be scaled twice; pass arrays that lie in stretches of memory of their "
-                "own, or use uc.clip"
+                f"{where(earlier)} and {where(later)} may overlap in memory, so that some elements "
+                "would be scaled twice; pass arrays that do not share memory, or use uc.clip"
             )
             raise ValueError(msg)
 
@@ -635,7 +634,7 @@ def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> se
 
 def _identity(leaf: Leaf) -> Any:
     """Return a key that is equal for the same object only."""
-    # A compiler knows no address of a tensor, which has a hash by identity instead.
+    # torch.compile has no `id` of a tensor, but a tensor is hashed by identity.
     return id(leaf) if type(leaf).__hash__ is None else leaf
 
 
@@ -647,8 +646,8 @@ def with_params(
 ) -> tuple[OpenedTree, OpenedTree | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
-    If gradients are absent, the parameters say which library's processes take part, and over which
-    meshes.
+    If gradients are absent, the library and the meshes of their parameters decide how this process
+    takes part in reductions.
     """
     needs_params = "params" in rule.limit.needs
     if step.params is None:
@@ -682,12 +681,11 @@ def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
 
     ``None`` for a leaf without parameter.
     """
-    # PyTorch 2.11 and 2.12 cannot compile the comparison; without it the parameters are put in
-    # order one by one.
+    # PyTorch 2.11 and 2.12 cannot compile the comparison of structures.
     if not compiling() and params.spec == tree.spec:
         return params
 
-    # By their paths: a tree of parameters may have more leaves, or another order.
+    # The tree of parameters may have more leaves, or another order.
     numbers = {path: number for number, path in enumerate(params.paths())}
     leaves: list[Leaf] = []
     arrays: list[Any] = []
@@ -703,19 +701,18 @@ def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
 
 
 def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> OpenedTree:
-    """Return the parameters as they are compared with the gradients: as these are divided among
-    processes, and at the rows that these store.
+    """Return the parameters sharded as the gradients are, and at the rows that sparse ones store.
 
     Raises
     ------
     ValueError
         If a gradient has no parameter, or a parameter of another shape.
     TypeError
-        If the parameters belong to another framework, or a gradient stores single entries that have
-        norms of their own.
+        If the parameters belong to another framework, or a gradient stores single elements and
+        norms keep axes.
     """
     _check_params(tree, params)
-    # A parameter without gradient has no part in this step.
+    # A parameter without gradient is not measured.
     arrays = list(params.arrays)
     for number, leaf in enumerate(tree.leaves):
         if leaf is None:
@@ -743,7 +740,8 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
     """Raise if parameters are not those of the gradients."""
     present = tree.leaf_info.present
     if present and params.leaf_info.present and params.backend is not tree.backend:
-        msg = f"{params.place(present[0])} is of another framework than {tree.place(present[0])}"
+        gradient = tree.place(present[0])
+        msg = f"{params.place(present[0])} belongs to another framework than {gradient}"
         raise TypeError(msg)
 
     shapes = tree.shapes()
@@ -754,27 +752,25 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
 
         shape = params.leaves[number].shape
         of_gradient = shapes[number]
-        # A length of None is known when the program runs.
+        # A length that is known only at run time is None here.
         if not (shape == of_gradient or same_shape(shape, of_gradient)):
             msg = (
-                f"{params.place(number)} has shape {tuple(shape)}, {tree.place(number)} "
+                f"{params.place(number)} has shape {tuple(shape)}, but {tree.place(number)} has "
                 f"{tuple(of_gradient)}"
             )
             raise ValueError(msg)
 
 
 def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tensor) -> Array:
-    """Return a parameter at the rows that its sparse gradient stores, if each row has a norm;
-    else the parameter.
-    """
+    """Return a parameter, at the rows that its sparse gradient stores if each row has a norm."""
     axes = rule.scope.covered(len(array.shape), tree.backend.output_axis)
     if axes is None or 0 in axes:
         return array
     if tree.wrapped[number].by_entry:
         msg = (
-            f"{tree.place(number)} is sparse, and stores single entries: {summarize(rule)} would "
-            "compare them with other entries of the parameter; make the gradient dense, or take "
-            "a norm of whole leaves"
+            f"{tree.place(number)} is sparse, and stores single elements: {summarize(rule)} would "
+            "compare them with other elements of the parameter; make the gradient dense, or use a "
+            "scope of whole leaves"
         )
         raise TypeError(msg)
 
@@ -784,9 +780,10 @@ def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tenso
 def _divide_alike(
     rule: Choices, tree: OpenedTree, params: OpenedTree, arrays: list[Any]
 ) -> tuple[list[Any], dict[int, Shard]]:
-    """Return the parameters and their shards, divided among processes as the gradients are.
+    """Return the parameters and their shards, sharded as the gradients are.
 
-    Norms that keep a divided axis lie in several processes, and are compared within each.
+    If norms keep a sharded axis, each process has norms of its own, which it can compare only with
+    norms of the same shard.
     """
     shards = params.shards
     for number in tree.leaf_info.present:

@@ -20,10 +20,10 @@ from uniclip.backends.base import Backend, View
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = [
+    "BACKEND_CACHE",
     "COMPILER",
     "DEFAULT",
-    "MET",
-    "UNTOLD",
+    "UNCONFIGURED",
     "Backend",
     "backend_by",
     "backend_of",
@@ -36,18 +36,18 @@ __all__ = [
     "to_lists",
 ]
 
-MET: dict[type, Backend] = {}
-"""A cache of the backends of classes of arrays. (torch.compile warns about functools.lru_cache.)
+BACKEND_CACHE: dict[type, Backend] = {}
+"""The backend of each class of arrays so far. (torch.compile warns about functools.lru_cache.)
 
-It has no other classes: ``torch.compile`` looks at all keys, and cannot compare some, such as
+Other classes are not cached: ``torch.compile`` reads all keys, and cannot compare some, such as
 ``itertools.chain``.
 """
 
 
 COMPILER = "torch._dynamo"
-"""The module of a compiler that `tell_compilers` has to configure once it is loaded."""
-UNTOLD = [COMPILER]
-"""Empty once it is configured."""
+"""The module of a compiler that `tell_compilers` configures as soon as it is loaded."""
+UNCONFIGURED = [COMPILER]
+"""The compilers that are not configured yet."""
 
 
 # Import statements instead of importlib, since tf.function would try to convert importlib's source.
@@ -81,7 +81,7 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
 def backend_of(leaf: object) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
     cls = type(leaf)
-    backend = MET[cls] if cls in MET else _find_backend(leaf)
+    backend = BACKEND_CACHE[cls] if cls in BACKEND_CACHE else _find_backend(leaf)
     return backend if backend is not None and backend.is_array(leaf) else None
 
 
@@ -97,7 +97,7 @@ def _find_backend(leaf: object) -> Backend | None:
     backend = load() if load else _standard(leaf)
     # torch.compile would compile again after each change of the cache.
     if backend is not None and not compiling():
-        MET[cls] = backend
+        BACKEND_CACHE[cls] = backend
     return backend
 
 
@@ -128,7 +128,7 @@ def library_of(array: object) -> Backend:
     """Return the backend of an array of any dtype, also of flags, which are no gradients;
     else the default one.
     """
-    return backend_of(array) or MET.get(type(array)) or DEFAULT
+    return backend_of(array) or BACKEND_CACHE.get(type(array)) or DEFAULT
 
 
 def outlives(arrays: list[Any]) -> bool:
@@ -199,7 +199,7 @@ def tell_compilers() -> None:
 
     # A change of the list in traced code would compile that code again.
     if not compiling():
-        UNTOLD.clear()
+        UNCONFIGURED.clear()
 
 
 def _standard(leaf: object) -> Backend | None:
@@ -211,7 +211,7 @@ def _standard(leaf: object) -> Backend | None:
         return None
 
     library = array_api_compat.array_namespace(leaf)
-    for backend in MET.values():
+    for backend in BACKEND_CACHE.values():
         if isinstance(backend, Standard) and backend.library is library:
             return backend
     return Standard(library)
