@@ -260,7 +260,7 @@ def _agree(rule: Choices, tree: OpenedTree, mode: int, step: Step) -> Reduction 
 
 
 def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured) -> Flags:
-    """Return whether a step is finite in all processes; with the policy ``"raise"``, raise if not."""
+    """Return whether a step is finite in all processes; raise if not, by the policy ``"raise"``."""
     finite = plan.math.finite(measured.norms, measured.elements_finite, measured.finite_norms)
     if plan.collectives is not None:
         [finite] = plan.collectives.true_in_all_shards([finite])

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: MIT
 """The interface between the core and a framework: hooks, with defaults for array API libraries.
 
-It holds no code of a framework. A library that follows the array API standard needs no file:
-`uniclip.backends.arrays.Standard` is its backend. The backend of another library:
+Nothing here is specific to a framework. A library that follows the array API standard needs no
+file: `uniclip.backends.arrays.Standard` is its backend. The backend of another library:
 
 - *must* describe its arrays (`signature`, `is_array`, `unsupported_reason`, `unwrap`), where they
   are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
   `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`);
-- *may* be faster, and change arrays in place (`fast_path`, `fast_path_reads`, `sums`, `norms`,
-  `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), keep constants on a device
-  (`constant`), run again what was `captured`, and have shards in several processes
+- *may* override hooks for speed and for changes in place (`fast_path`, `fast_path_reads`, `sums`,
+  `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), for constants on
+  a device (`constant`), for CUDA graphs (`captured`), and for shards in several processes
   (`reducer`, `replicas`, `rank`);
-- *may* treat *compiled* code differently (`opens_nodes`, `traced`, `stacks`, `fast_values`,
+- *may* override hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`).
 """
 
@@ -45,22 +45,22 @@ else:
 Leaf: TypeAlias = object
 """A leaf of a tree: an array, or a gradient in another format, such as a sparse one."""
 View: TypeAlias = np.ndarray[Any, Any]
-"""An array of NumPy, which may stand for the memory of an array of any framework."""
+"""A NumPy array, which may be a view of the memory of any framework's array."""
 Rebuild: TypeAlias = Callable[[Any], Leaf]
 Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
 Storage: TypeAlias = tuple[View | None, str | None]
-"""An array at a leaf's place in memory, ``None`` if that is unknown,
-and the reason why the leaf cannot be written, ``None`` if it can.
+"""A view of a leaf's memory, ``None`` if its address is unknown; and the reason why the leaf cannot
+be written, ``None`` if it can.
 """
 
 NODES: list[tuple[type, Sequence[str], Callable[[Any, Any], Any]]] = []
-"""Classes of uniclip that pytree libraries open by iterating: the names of the children,
-and a function that rebuilds a node.
+"""Classes of uniclip to register with pytree libraries: each with the names of its children, and a
+function that rebuilds a node. Iterating over a node yields the children.
 """
 PIECE = 2**17
-"""The number of elements of a large array that are processed at a time, to fit a cache."""
+"""The number of elements of a large array that are processed at a time, to fit into a cache."""
 NUMPY = (np.ndarray, np.generic)
 """The classes of NumPy's arrays."""
 HOST, LIBRARY, RECORDED, TRACED = range(4)
@@ -77,9 +77,9 @@ class ArrayFacts(NamedTuple):
     """Facts about arrays and their values."""
 
     traced: bool
-    """Whether some have no values."""
+    """Whether some are tracers, without values."""
     reads: bool
-    """Whether the host reads all at no cost."""
+    """Whether the host reads all of them at no cost."""
     records: bool
     """Whether derivatives with respect to them may be recorded."""
     double: bool
@@ -98,29 +98,27 @@ class LeafInfo:
         present = [array for array in arrays if array is not None]
         self.backend = backend
         self.wrapped = wrapped
-        """The leaves whose array is not the leaf itself: sparse or distributed ones, integers,
-        storage formats.
-        """
+        """The numbers of the leaves in other formats, which become a `WrappedLeaf`."""
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.traced, self.reads, self.records, self.double = backend.array_facts(present)
         """See `ArrayFacts`."""
 
-        # Integers do not decide the dtype of the norms.
+        # Integers have no part in the dtype of the norms.
         floats = [array for array in present if not xp.isdtype(array.dtype, "integral")]
         self.dtype: Any = norm_dtype(xp, floats)
-        """The dtype of their norms: float32, or the widest real one."""
+        """The dtype of their norms: float32, or the widest of their real dtypes."""
 
-        # Norms are on the first leaf's device, which may have no float64 though others have.
+        # Norms are on the first leaf's device, which may lack float64 (such as Apple's GPUs).
         if not self.double and not backend.array_facts(present[:1]).double:
             self.dtype = xp.float32
         self.narrow = self.dtype == xp.float32
-        """Whether all of their squares fit into float64."""
+        """Whether norms are float32, so that the squares of all elements fit into float64."""
 
         self.device = backend.device(present[0] if present else None)
-        """The device of the first."""
+        """The device of the first leaf."""
         largest = [float(backend.xp.finfo(norm_dtype(backend.xp, [x])).max) for x in floats]
         self.largest_factor = min([math.inf, *largest])
-        """The largest factor that all of them can be multiplied by."""
+        """The largest factor that the dtypes of all leaves can hold."""
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the summary of a tree without gradients, of another library if one is given."""
@@ -139,21 +137,21 @@ class WrappedLeaf(NamedTuple):
     """A leaf that is not itself a dense floating-point array in this process."""
 
     array: Any
-    """Its values as a dense array; those of elements that are stored twice are summed."""
+    """The values of the leaf as a dense array; elements that are stored twice are summed."""
     rebuild: Rebuild = unchanged
-    """Makes a leaf of this format from a changed array; in place, writes it into the leaf."""
+    """Returns a leaf of this format with a changed array; in place, writes it into the leaf."""
     storage: Any = None
-    """The leaf's own memory, if it has some: the array, or elements that are not summed.
+    """The leaf's own memory, if it has some: the array itself, or elements before they are summed.
 
-    One number multiplies it directly.
+    A single factor multiplies the storage, which saves a copy.
     """
     rows: Any = None
-    """The indices of the rows of a sparse leaf that the array holds, a vector.
+    """The indices of the rows of a sparse leaf that are stored, a vector.
 
-    ``()`` if it holds single elements, ``None`` if all.
+    ``()`` for a leaf that stores single elements, ``None`` for one that stores all.
     """
     shape: Any = None
-    """The lengths of the leaf, numbers or arrays, if its own attribute does not have them."""
+    """The shape of the leaf, if its attribute ``shape`` does not have it; lengths may be arrays."""
     shard: Any = None
     """The shard of a distributed leaf, with the attributes
     of `uniclip.backends.torch.dtensor.LocalShard`.
@@ -174,13 +172,13 @@ class FastResult(NamedTuple):
     """The result of `Backend.fast_path`: the leaves, and three numbers rounded to float32."""
 
     norm: Any
-    """A number; where the host does not read it, a 0-d array, as the factor then is."""
+    """A number. If the host does not read it, norm and factor are 0-d arrays."""
     limit: float
     factor: Any
     leaves: list[Any]
-    """The same objects where the factor is the number 1."""
+    """The clipped leaves; the same objects if the factor is the number 1."""
     device: Any
-    """That of the norm, for `Backend.from_host`."""
+    """The device of the norm, for `Backend.from_host`."""
 
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -189,9 +187,9 @@ _FLOAT32_LEAST = 1e-37
 
 
 def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None:
-    """Return norm, limit and factor, rounded to float32 before they are used.
+    """Return norm, limit and factor, each rounded to float32 as on the general path.
 
-    ``None`` if one is out of its range.
+    ``None`` if one is out of the range of float32.
     """
     norm_fits = norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX
     limit_fits = limit == 0 or limit > _FLOAT32_LEAST
@@ -210,9 +208,9 @@ def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None
 
 
 class Terms(NamedTuple):
-    """The arrays whose powers a step adds.
+    """The arrays whose powers a step sums.
 
-    Those of one norm are consecutive, and so are the norms of one block.
+    The arrays of one norm are consecutive, and so are the norms of one block.
     """
 
     arrays: list[Any]
@@ -221,17 +219,20 @@ class Terms(NamedTuple):
     blocks: list[int]
     """The number of norms of each block."""
     axes: Sequence[Axes] | None = None
-    """The axes along which each is added, ``None`` for all; ``None`` if all are added whole."""
+    """The axes along which each array is summed, ``None`` for all axes.
+
+    ``None`` if all arrays are summed whole.
+    """
     p: float = 2
     """The power; ∞ for the largest modulus."""
     units: Sequence[Any] | None = None
     """The divisor of each array, applied first."""
     weigh: Callable[[list[Any]], list[Any]] | None = None
-    """A function of the sums of the arrays, applied before these are added."""
+    """A function of the sums of all arrays, applied before those of one norm are added."""
 
     @property
     def whole(self) -> bool:
-        """Whether only squares of whole arrays are added."""
+        """Whether only squares of whole arrays are summed, the case for which backends are fast."""
         return self.p == 2 and self.axes is None and self.units is None and self.weigh is None
 
     def by_array(self) -> list[tuple[Any, float, Axes, Any]]:
@@ -243,36 +244,33 @@ class Terms(NamedTuple):
         return [(array, self.p, along, unit) for array, along, unit in terms]
 
     def in_blocks(self, rows: Sequence[Any] | View) -> list[Any]:
-        """Return the rows of all norms as those of each block."""
+        """Return the rows of all norms grouped by block."""
         if len(self.blocks) == 1:
             return [rows]
         return in_groups(rows, self.blocks)
 
 
 class Products(NamedTuple):
-    """The arrays that a step multiplies, and their factors.
-
-    It is for products what `Terms` is for sums.
-    """
+    """The arrays that a step multiplies, and their factors."""
 
     arrays: list[Any]
     blocks: list[Any]
-    """The factors of each block of norms: an array of this library or NumPy's."""
+    """The factors of each block of norms, as an array of this library or of NumPy."""
     places: Sequence[tuple[int, int]]
-    """The block and the row in it of the factor of each array."""
+    """For each array, the block of its factor, and the row in this block."""
     axes: Sequence[Axes] | None = None
-    """The axes of each array along which a factor is the same, ``None`` for all.
+    """The axes of each array along which its factor is constant, ``None`` for all axes.
 
-    ``None`` if all have one factor.
+    ``None`` if each array has a single factor.
     """
     shards: Sequence[Any] | None = None
-    """The shard of a distributed leaf that each array is."""
+    """For each array, its `Shard`, ``None`` for a whole leaf."""
     in_place: bool = False
     zero: bool = False
-    """Whether the product by 0 is 0, also that of NaN and ∞."""
+    """Whether a factor of 0 turns NaN and ∞ into 0, too."""
 
     def take(self, numbers: list[int], arrays: list[Any]) -> Products:
-        """Return the products of other arrays in the places of some of the arrays."""
+        """Return the products of some rows, with other arrays in place of theirs."""
         return self._replace(
             arrays=arrays,
             places=[self.places[number] for number in numbers],
@@ -281,14 +279,14 @@ class Products(NamedTuple):
         )
 
     def is_single(self, number: int) -> bool:
-        """Return whether one number multiplies a whole array."""
+        """Return whether an array has a single factor."""
         block, _ = self.places[number]
         return math.prod(self.blocks[block].shape[1:]) == 1
 
     def factors(self, backend: Backend) -> list[Any]:
         """Return the factor of each array: a Python number, or an array that broadcasts against it.
 
-        The arrays are of this library, or NumPy's.
+        A factor that is an array belongs to this library or to NumPy.
         """
         used = [block for block, _ in self.places]
         rows = {}
@@ -308,7 +306,7 @@ class Products(NamedTuple):
 
 
 def _take(values: Sequence[Any] | None, numbers: list[int]) -> list[Any] | None:
-    """Return the values with these numbers, ``None`` if there are no values."""
+    """Return the values at these positions, ``None`` if ``values`` is."""
     if values is None:
         return None
     return [values[number] for number in numbers]
@@ -323,24 +321,24 @@ def products_by(
 
 
 def _rows_of(backend: Backend, block: View | Factors, users: int) -> Sequence[Any] | View:
-    """Return the factors of a block, of which so many arrays use one."""
+    """Return the factors of a block, one for each row; ``users`` is how many arrays use one."""
     if isinstance(block, np.ndarray):
         return block.tolist() if block.ndim == 1 else block
-    # One row needs no operation that returns several.
+    # For a single row, an index is cheaper than an operation that returns all rows.
     if users == block.shape[0] == 1:
         return [block[0, ...]]
     return backend.unstack(block)
 
 
 def expand_to_leaf(backend: Backend, value: Any, array: Tensor, axes: Axes) -> Any:
-    """Return a norm's value on the device of an array, with the array's dimensions.
+    """Return the value of a norm on the device of its array, with axes added to broadcast.
 
-    A Python number, and the value of a whole array, fit as they are.
+    A Python number, or the value of a norm that covers a whole array, needs no axes.
     """
     if not hasattr(value, "shape"):
         return value
 
-    # NumPy's arrays are on no device, and one reshape adds all axes.
+    # A NumPy array needs no transfer, and a single reshape adds all axes.
     if isinstance(value, NUMPY):
         if axes is None:
             return value
@@ -356,9 +354,9 @@ def expand_to_leaf(backend: Backend, value: Any, array: Tensor, axes: Axes) -> A
 
 
 def fill_places(leaves: Sequence[A | None], arrays: Iterable[A]) -> list[A | None]:
-    """Return the leaves with other arrays in the places of those that are not ``None``."""
-    left = iter(arrays)
-    return [None if leaf is None else next(left) for leaf in leaves]
+    """Return the leaves with other arrays in place of those that are not ``None``."""
+    remaining = iter(arrays)
+    return [None if leaf is None else next(remaining) for leaf in leaves]
 
 
 class Backend(Generic[A]):
@@ -386,9 +384,9 @@ class Backend(Generic[A]):
     # The format of a leaf.
 
     def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
-        """Return a key that is equal for leaves of equal formats, ``None`` for no key.
+        """Return a hashable key of the formats of all leaves, or ``None`` if nothing may be cached.
 
-        An absent leaf is a format, too.
+        An absent leaf counts as a format.
         """
         formats: list[Any] = [None] * len(leaves)
         for number, leaf in enumerate(leaves):
@@ -401,18 +399,16 @@ class Backend(Generic[A]):
         return not self.xp.isdtype(leaf.dtype, "bool")
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
-        """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead;
-        else ``None``.
+        """Return why an array cannot be measured, or cannot be a ``gradient``, and what to pass
+        instead; ``None`` for a supported array.
         """
         return None
 
     def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
-        """Return the dense array of a leaf in another format, which may be such a leaf again.
+        """Return the dense array in a leaf of another format; it may be such a leaf again.
 
-        ``None`` for other leaves.
-
-        Leaves in other formats have signatures of their own. If ``whole``, for a function of each
-        array, integers and distributed arrays stay as they are, but for partial sums.
+        Return ``None`` for a dense floating-point leaf. `signature` must tell the formats apart.
+        With ``whole``, integers and distributed arrays stay as they are, except partial sums.
         """
         if whole or not self.xp.isdtype(leaf.dtype, "integral"):
             return None
@@ -454,14 +450,15 @@ class Backend(Generic[A]):
         return False
 
     def readable(self, array: A) -> bool:
-        """Return whether Python can branch on the array's value at no cost (not traced, lazy
-        or on a device).
+        """Return whether Python can branch on the array's value at no cost: it is not traced, lazy
+        or on an accelerator.
         """
         return False
 
     def as_numpy(self, array: A) -> View | None:
-        """Return a NumPy array of the same values, ``None`` if they are not readable or a
-        derivative is recorded.
+        """Return a NumPy array of the same values.
+
+        ``None`` if they are not `readable`, or a derivative is recorded.
         """
         return None
 
@@ -474,9 +471,9 @@ class Backend(Generic[A]):
         return self.xp.asarray(array)
 
     def constant(self, array: View, device: Any) -> A:
-        """Return a small NumPy array that is the same at every step as an array of this library.
+        """Return a small constant NumPy array as an array of this library, not to be written.
 
-        It must not be written. It may be kept on the device, so that it is sent once.
+        A backend may cache it on the device, so that it is sent once.
         """
         return self.from_host(array, device)
 
@@ -489,23 +486,26 @@ class Backend(Generic[A]):
         return array
 
     def captured(self, array: A) -> bool:
-        """Return whether a step on the array is being recorded to run again on the same memory."""
+        """Return whether a step on the array is being captured, as in a CUDA graph, to be replayed
+        on the same memory.
+        """
         return False
 
     def detach(self, array: A) -> A:
-        """Return an array to keep, detached from its computation,
-        where a library without a file can do that.
+        """Return an array without a recorded derivative, to keep after the step.
+
+        By default this is ``stop_gradient`` of the library, if there is one.
         """
         if not hasattr(self.xp, "stop_gradient"):
             return array
         return self.xp.stop_gradient(array)
 
     def detach_all(self, arrays: list[A | None]) -> list[A | None]:
-        """Return arrays of which no derivative is taken; ``None`` stays."""
+        """Return arrays without recorded derivatives; ``None`` stays."""
         return [array if array is None else self.detach(array) for array in arrays]
 
     def to_keep(self, arrays: list[A]) -> list[A]:
-        """Return small arrays to read later, copied on their device if they may be overwritten."""
+        """Return small arrays to read later, copied if a later step may overwrite them."""
         return list(map(self.detach, arrays))
 
     def computation_context(self, first: A | None = None) -> AbstractContextManager[Any]:
@@ -519,7 +519,7 @@ class Backend(Generic[A]):
         return nullcontext()
 
     def debug_infs(self) -> bool:
-        """Return whether a debugger stops at ∞, so that not even squares may overflow."""
+        """Return whether a debugger stops at ∞, so that not even an unused sum may overflow."""
         return False
 
     def fast_path(
@@ -527,18 +527,18 @@ class Backend(Generic[A]):
     ) -> FastResult | None:
         """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
 
-        It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For
-        all else it returns ``None``, before anything is written, and the caller takes the general
-        path.
+        It takes ``None`` and dense leaves of one process, float32 or narrower, neither traced nor
+        with a recorded derivative. For anything else, return ``None`` before anything is written:
+        the caller then takes the general path.
         """
         return None
 
     @staticmethod
     def fast_path_reads(leaf: Any) -> bool:
-        """Return whether the fast path reads the norm of leaves like this one.
+        """Return whether the host reads the norm on the fast path of leaves like this one.
 
-        A rule that raises errors takes it only then. Others return ``None`` for what they cannot
-        read, so that this needs no look at the leaf.
+        A rule with the policy ``"raise"`` needs the value. By default it is true without a look at
+        the leaf, since `fast_path` returns ``None`` for leaves that the host cannot read.
         """
         return True
 
@@ -548,8 +548,8 @@ class Backend(Generic[A]):
         """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each norm,
         one array ``(k, *kept)`` for each block.
 
-        In float64 if possible; NumPy's in the mode `HOST`, where a sum of float64 elements is 0
-        only if all are.
+        Sums are float64 if possible. In the mode `HOST` they are NumPy arrays, and a sum of float64
+        elements must be 0 only if all elements are: a caller takes 0 for exact.
         """
         sums = [power_sum(self, *term) for term in terms.by_array()]
         return stack_terms(self, sums, terms)
@@ -558,17 +558,16 @@ class Backend(Generic[A]):
         """Return the Euclidean norms of each block in a dtype, and the same with NaN where they are
         not finite.
 
-        It is asked in the mode `LIBRARY` where squares cannot leave the range of their sums.
-        ``None`` where `sums` and operations on what they return are as fast.
+        Called in the mode `LIBRARY`, if no sum of squares can leave its range. ``None`` if `sums`
+        and a few operations on the sums are as fast.
         """
         return None
 
     def pieces(self, array: A, axes: Axes = None) -> Iterable[A] | None:
-        """Split a large array, to avoid a wide copy of all of it.
+        """Split a large array, to avoid a float64 copy of all of it.
 
-        Without ``axes`` the pieces are vectors, in any order of the elements; where the array is
-        added along ``axes``, they are runs of its first axis, in order. ``None`` if it is measured
-        as a whole.
+        Without ``axes`` the pieces are vectors, in any order of the elements. With ``axes`` they
+        are slices of the first axis, in order. ``None`` if the array is measured as a whole.
         """
         if self.traced(array):
             return None
@@ -577,7 +576,7 @@ class Backend(Generic[A]):
     def scale(self, products: Products) -> list[A]:
         """Return each array multiplied by its factor, in its own dtype.
 
-        A single factor of 1 may do nothing.
+        An array with a single factor of 1 may be returned as it is.
         """
         factors = products.factors(self)
         return self.multiply(
@@ -603,20 +602,20 @@ class Backend(Generic[A]):
         return arrays
 
     def bound(self, arrays: list[A], low: float, high: float, *, in_place: bool) -> list[A] | None:
-        """Clip the elements of all arrays to two numbers at once, NaN as it is.
+        """Clip the elements of all arrays to two numbers with one call; NaN stays NaN.
 
-        ``None`` where that is not faster.
+        ``None`` if that is not faster.
         """
         return None
 
-    # Changes in place. By default arrays never change.
+    # Changes in place. By default arrays are immutable.
 
     def storage(self, leaves: list[Any]) -> list[Storage] | None:
         """Return the memory of each leaf.
 
-        ``None`` if a quick check shows that all can be written, and share none.
+        ``None`` if a quick check shows that all can be written and share no memory.
         """
-        return [(None, "arrays of this kind never change")] * len(leaves)
+        return [(None, "arrays of this kind are immutable")] * len(leaves)
 
     def write(self, array: A, function: Callable[..., A], *operands: A) -> None:
         """Put ``function(array, *operands)`` in place of ``array``, piece by piece.
@@ -652,8 +651,9 @@ class Backend(Generic[A]):
     # Compiled code.
 
     def stacks(self, array: A | None) -> bool:
-        """Return whether norms along axes of an array are stacked; for ``None`` whether any norms
-        are, in compiled code.
+        """Return whether norms along axes of an array are stacked in blocks.
+
+        For ``None``, return whether any norms are stacked in compiled code.
         """
         return True
 
@@ -661,13 +661,15 @@ class Backend(Generic[A]):
         """Return a function of arrays with the derivatives of ``guarded``,
         and the values of either function.
 
-        Both take the namespace first. Guards against 0 make compilers compile twice as much.
+        Both take the namespace first. Values need no guards against a division by 0, which make
+        programs twice as large; derivatives do.
         """
         return partial(guarded, self.xp)
 
     def reduce_rows(self, rows: A, op: Op) -> A:
-        """Return the sum or the maximum of the rows of an array,
-        computed once for all of its users in compiled code.
+        """Return the sum or the maximum of the rows of an array.
+
+        In compiled code it must be computed once, not in each operation that uses it.
         """
         if op == "sum":
             return self.xp.sum(rows, axis=0)
@@ -675,7 +677,7 @@ class Backend(Generic[A]):
 
     def unstack(self, array: A) -> list[A]:
         """Return the rows of an array, by a single operation where there is one."""
-        # The function is new in the standard of 2023.
+        # The array API standard has this function since 2023.
         unstack = getattr(self.xp, "unstack", None)
         if unstack is not None:
             return list(unstack(array))
@@ -689,7 +691,7 @@ class Backend(Generic[A]):
 
 
 def stack_terms(backend: Backend[A], sums: list[A], terms: Terms) -> list[A]:
-    """Return the sums of each block's norms as rows, given that of each array."""
+    """Return the sums of each block's norms, given the sums of each array."""
     rows = sums
     if terms.weigh is not None:
         rows = terms.weigh(sums)
@@ -716,7 +718,7 @@ def stack_arrays(backend: Backend[A], arrays: Sequence[A]) -> A:
     if len(arrays) == 1:
         return xp.expand_dims(arrays[0], axis=0)
 
-    # A device without float64 gets the dtypes that it has.
+    # Move first: a device without float64 narrows the arrays, and their common dtype follows.
     moved = [backend.to_device_of(arrays[0], array) for array in arrays]
     dtype = xp.result_type(*{array.dtype for array in moved})
     return xp.stack([cast(xp, array, dtype) for array in moved])
@@ -741,7 +743,7 @@ def power_sum(backend: Backend[A], array: A, p: float, axes: Axes, unit: Any = N
     if pieces is None:
         return powers_of(array, unit)
 
-    # A unit has one row where the first axis is added.
+    # If the first axis is summed, all pieces share the unit.
     if axes is None or 0 in axes:
         return _combine(backend, [powers_of(piece, unit) for piece in pieces], op_of(p))
 
@@ -762,7 +764,7 @@ def _combine(backend: Backend[A], parts: list[A], op: Op) -> A:
     if op == "sum":
         return reduce(add, parts)
 
-    # The maximum function of some libraries drops NaN.
+    # The maximum function of some libraries ignores NaN.
     largest_of = parts[0]
     for part in parts[1:]:
         largest_of = xp.where(xp.isnan(part) | (part > largest_of), part, largest_of)
@@ -773,12 +775,12 @@ def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
     """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
     xp = backend.xp
     if p == 2:
-        # Without an absolute value, whose derivative at 0 is undefined.
+        # Squares without an absolute value, whose derivative at 0 is undefined.
         floats = [_wide(backend, part) for part in _real_parts(xp, x)]
         squares = reduce(add, [part * part for part in floats])
         return xp.sum(squares, axis=axes)
 
-    # Real numbers stay as narrow as they are where no power is taken.
+    # Real numbers need no wider dtype until they are summed if no power is taken.
     if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating"):
         size = _modulus(backend, x)
     else:
@@ -798,9 +800,7 @@ def _real_parts(xp: Namespace, x: A) -> list[A]:
 
 
 def _modulus(backend: Backend[A], x: A, unit: Any = None) -> A:
-    """Return ``|x/unit|`` in the precision in which it is added,
-    of complex numbers without a square out of range.
-    """
+    """Return ``|x/unit|`` in the precision of sums; no square of a complex number overflows."""
     xp = backend.xp
     sizes: list[A] = [xp.abs(_wide(backend, part)) for part in _real_parts(xp, x)]
     if unit is not None:
@@ -817,16 +817,14 @@ def _modulus(backend: Backend[A], x: A, unit: Any = None) -> A:
 
 
 def _wide(backend: Backend[A], array: A) -> A:
-    """Return real numbers in the precision in which they are added:
-    float64 if the library has it.
-    """
+    """Return real numbers in the precision of sums: float64 if the library has it."""
     xp = backend.xp
     widest = xp.float64 if backend.array_facts([array]).double else xp.float32
     return cast(xp, array, xp.result_type(array.dtype, widest))
 
 
 def operand(backend: Backend[A], array: A, factor: Any) -> A:
-    """Return a factor as an array on the device of another, wide enough to multiply in."""
+    """Return a factor as an array on the device of another array, in float32 or wider."""
     if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
         factor = backend.from_host(np.asarray(factor), backend.device(array))
 
@@ -839,13 +837,14 @@ def operand(backend: Backend[A], array: A, factor: Any) -> A:
 def sum_long_squares(
     backend: Backend[A], terms: Terms, float32_sum: Callable[[A], A | None]
 ) -> list[A]:
-    """Return ``Σ|x|²`` of each array in float64,
-    of long ones by float32 sums where these are accurate.
+    """Return ``Σ|x|²`` of each array in float64, of long arrays by float32 sums if these are
+    accurate.
 
-    ``float32_sum(array)`` is the float32 sum of a long array, ``None`` for another one. Each block
-    has one conditional, whose rare branch measures its long arrays again.
+    A float32 sum saves the conversion of each element. ``float32_sum(array)`` returns it for a long
+    array, ``None`` for a short one. Each block has one conditional, whose rare branch measures its
+    long arrays again.
     """
-    # Only arrays that are added whole have long sums.
+    # Only arrays that are summed whole have long sums.
     sums = []
     long = set()
     for number, term in enumerate(terms.by_array()):
@@ -878,7 +877,8 @@ def _replace_long_sums(
     xp = backend.xp
     low, high = FITS
 
-    # The sum of a norm is in range only if that of its short arrays does not overflow float32.
+    # Check the sum over all arrays of the norm, also short ones: if it is in range, squares that
+    # underflow in a long array add less than a rounding error.
     in_range = []
     for group in groups:
         total = _combine(backend, [xp.astype(sums[number], xp.float32) for number in group], "sum")
@@ -897,13 +897,13 @@ def _replace_long_sums(
 
 
 class _LongSums(NamedTuple):
-    """The float32 sums of the long arrays of one block of norms."""
+    """The float32 sums of the long arrays of one block, and the functions of its conditional."""
 
     backend: Backend
     arrays: list[list[Any]]
     """The long arrays of each norm that has some."""
     sums: list[Any]
-    """The sum of each of these arrays, in a row."""
+    """The sum of each of these arrays, one norm after the other."""
     in_range: list[Any]
     """For each of these norms, whether its float32 sum is accurate."""
 
@@ -914,22 +914,23 @@ class _LongSums(NamedTuple):
         )
 
     def widened(self) -> list[Any]:
-        """Return the sums as they are."""
+        """Return the float32 sums, cast to float64."""
         xp = self.backend.xp
         return [xp.astype(total, xp.float64) for total in self.sums]
 
     def recomputed_unless_zero(self) -> list[Any]:
         """Return sums computed again, unless each norm that is out of range is that of zeros.
 
-        Zeros are usual, for example where no row of an embedding occurs, and their sums are right.
+        Zeros are common, for example in rows of an embedding that do not occur, and their sums are
+        exact.
         """
-        right = []
+        accurate = []
         for in_range, arrays in zip(self.in_range, self.arrays, strict=True):
-            right.append(in_range | self._are_zeros(arrays))
-        return self.backend.cond(reduce(and_, right), self.widened, self.recomputed)
+            accurate.append(in_range | self._are_zeros(arrays))
+        return self.backend.cond(reduce(and_, accurate), self.widened, self.recomputed)
 
     def _are_zeros(self, arrays: list[Any]) -> Any:
-        """Return whether all elements are 0. Squares may underflow, but moduli do not."""
+        """Return whether all elements are 0, by moduli, since their squares may underflow."""
         xp = self.backend.xp
         moduli = [xp.sum(xp.abs(xp.astype(array, xp.float32))) for array in arrays]
         return xp.equal(_combine(self.backend, moduli, "sum"), 0)
@@ -952,7 +953,7 @@ def enter_both(
 
 
 def in_groups(values: Sequence[Any] | View, lengths: Sequence[int]) -> list[Any]:
-    """Return consecutive values as groups."""
+    """Split consecutive values into groups of these lengths."""
     ends = zip(accumulate(lengths), lengths, strict=True)
     return [values[end - length : end] for end, length in ends]
 
@@ -993,28 +994,28 @@ def sum_dtype(xp: Namespace, dtype: DType) -> DType:
 def times(xp: Namespace, array: A, factor: A, zero: bool) -> A:
     """Return ``array · factor`` in the array's dtype.
 
-    With ``zero`` the product by 0 is 0, also that of NaN and ∞.
+    With ``zero``, a factor of 0 turns NaN and ∞ into 0, too.
     """
     wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
     if zero:
         wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
     product = wide * factor
 
-    # A product by the complex number 1 would change the sign of a zero.
+    # A product with the complex number 1 can change the sign of a zero.
     if xp.isdtype(wide.dtype, "complex floating"):
         product = xp.where(xp.equal(factor, 1.0), wide, product)
     return cast(xp, product, array.dtype)
 
 
 def same(factors: Sequence[Any]) -> bool:
-    """Return whether all factors are one 0-d array."""
+    """Return whether all factors are the same 0-d array."""
     first = factors[0]
     return getattr(first, "shape", None) == () and all([factor is first for factor in factors])
 
 
 def finite_or_zero(xp: Namespace, array: A) -> A:
     """Return the array with 0 for each element that is not finite."""
-    # NumPy widens bfloat16 in an operation with a Python number.
+    # NumPy widens the bfloat16 of ml_dtypes in an operation with a Python number, so cast back.
     return cast(xp, xp.where(xp.isfinite(array), array, 0.0), array.dtype)
 
 
@@ -1040,11 +1041,11 @@ def largest(xp: Namespace, size: A, axes: Axes) -> A:
     if axes == ():
         return size
 
-    # A shape of unknown rank cannot be searched.
+    # In TensorFlow's graphs, a shape of unknown rank cannot be iterated over.
     if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:
         return xp.sum(size, axis=axes)
 
-    # The maximum is -∞ where a shape that is known only at run time was empty.
+    # A shape that is known only at run time may be empty, and the maximum is -∞ then.
     top = xp.max(size, axis=axes)
     return xp.where(top < 0, xp.zeros_like(top), top)
 
@@ -1054,7 +1055,7 @@ def _power(xp: Namespace, size: A, p: float) -> A:
     if p > 2:
         return size**p
 
-    # That of a smaller power is infinite at 0, and NaN where it is multiplied by 0.
+    # The second derivative of a smaller power is infinite at 0, and times 0 it would be NaN.
     zero = xp.equal(size, 0.0)
     nonzero = xp.where(zero, xp.ones_like(size), size)
     return xp.where(zero, size, nonzero**p)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""NumPy arrays and scalars; and sums on the memory of other frameworks' CPU arrays.
+"""NumPy arrays and scalars, and sums of squares on the memory of other frameworks' CPU arrays.
 
-It serves other frameworks where calling them takes longer than adding. Sums are float64. Squares of
-float64 numbers may underflow; a sum is 0 only if all of its elements are.
+Other backends use these sums for small arrays, where a call of their framework takes longer than
+the addition. Sums are float64. Squares of float64 numbers may underflow, but a sum is 0 only if all
+of its elements are.
 """
 
 from __future__ import annotations
@@ -43,32 +44,33 @@ from uniclip.backends.base import (
 WIDE = 4
 """Minimum item size, in bytes, of a dtype we add and multiply in."""
 _ROW = 512
-"""How many squares BLAS adds in a row.
+"""How many squares BLAS adds in one call in float32.
 
-The rounding errors of equal elements have one sign, and the kernels for old processors keep few
-partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
+BLAS keeps few partial sums on old processors, and the rounding errors of equal elements have the
+same sign. The relative error of 512 squares is at most 3e-7 on any processor, of 1,024 5e-7."""
 _CONCATENATED = PIECE
 """The largest total size of arrays that are concatenated for one sum.
 
-The memory of larger copies may be new at every step, and the system takes longer to provide it than
-the copy takes."""
+The system may map new memory for larger copies at every step, which takes longer than the copy."""
 _COPIED = 2**12
-"""The largest total size of arrays that are concatenated for many sums."""
+"""The largest total size of arrays that are concatenated for several sums, and of a vector that is
+converted to float64.
+"""
 _TINY = 2**6
-"""The mean size up to which arrays are concatenated for many sums, however many they are."""
+"""The mean size up to which any number of arrays is concatenated for several sums."""
 _PART = 2**13
-"""How many numbers BLAS adds in one thread."""
+"""The largest number of elements that BLAS adds in a single thread."""
 _EXACT = 2**14
-"""The largest number of elements that are added in float64."""
+"""The largest size of a concatenated vector that is added in float64."""
 _FEW_ARRAYS = 64
-"""The number of arrays up to which call overhead may dominate."""
+"""The largest number of arrays for which call overhead may dominate."""
 _FEW_ROWS = 16
-"""How many squares are added sequentially: the errors of so few are small, even with one sign."""
+"""How many squares are added sequentially in float32, so few that rounding errors stay small."""
 LOW, HIGH = FITS
 _FLOAT32 = np.dtype(np.float32)
 UNDERFLOWN = 1e-300
-"""The sum of squares of float64 elements that are not 0 and whose squares are: out of range,
-and not 0 if divided.
+"""Stands for a sum of squares that is 0 by underflow: the range check of a step rejects it, and
+dividing it by a number of replicas does not make it 0.
 """
 
 
@@ -78,9 +80,9 @@ def call_bound(arrays: Sequence[Any], size: int) -> bool:
 
 
 def worth_concatenating(sizes: list[int], lengths: list[int]) -> bool:
-    """Return whether copying arrays of these sizes into one is faster than processing each.
+    """Return whether to copy arrays of these sizes into one is faster than to sum each.
 
-    For several groups, none of the arrays is empty then.
+    Never for several groups with an empty array, for which ``reduceat`` is wrong.
     """
     size = sum(sizes)
     if len(lengths) == 1:
@@ -98,7 +100,7 @@ def sum_of_squares(arrays: list[View], lengths: list[int]) -> View:
     ):
         return concatenated_squares(np.concatenate(arrays, axis=None), sizes, lengths)
 
-    # Narrower arrays are added as accurately as the widest.
+    # A norm with a float64 array is float64, so its float32 arrays have to be as accurate.
     wide = any(array.dtype.char in "dD" for array in arrays)
     sums = [array_squares(array, wide) for array in arrays]
     return np.array(add_groups(sums, lengths), _sum_dtype(arrays))
@@ -113,7 +115,7 @@ def fast_path_on_host(
 ) -> FastResult | None:
     """Return the result of `Backend.fast_path` where the host reads the sum of squares.
 
-    ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
+    ``scale`` returns the present leaves times a factor, or ``None`` if they cannot be written.
     """
     numbers = fast_numbers(math.sqrt(total), limit)
     if numbers is None:
@@ -148,12 +150,12 @@ def concatenated_squares(flat: View, sizes: list[int], lengths: list[int]) -> Vi
     if len(lengths) == 1:
         add_squares = _sum_squares_float64 if flat.size <= _EXACT else _vector_squares
         total = add_squares(flat)
-        # Squares of float32 numbers fit into float64, so their sum is 0 only for zeros.
+        # A float64 sum of float32 squares cannot underflow, so 0 means that all are 0.
         if not (total or never_underflows):
             total = _zero_or_underflown(flat)
         return np.array([total])
 
-    # One call adds all groups.
+    # `reduceat` sums all groups in one call.
     wide = flat.astype(np.float64, copy=False)
     starts = list(accumulate(add_groups(sizes, lengths)[:-1], initial=0))
     totals: View = np.add.reduceat(wide * wide, starts)
@@ -164,11 +166,11 @@ def concatenated_squares(flat: View, sizes: list[int], lengths: list[int]) -> Vi
 
 
 def array_squares(array: View, wide: bool = False) -> float:
-    """Return ``Σ|x|²`` over all elements of an array, exactly in float64 if ``wide``."""
+    """Return ``Σ|x|²`` of an array, with each square in float64 if ``wide``."""
     if array.dtype.kind == "c":
         return array_squares(array.real, wide) + array_squares(array.imag, wide)
 
-    # BLAS adds float32 and float64 vectors, in rows that keep the errors of float32 small.
+    # BLAS has float32 and float64 only.
     has_blas = array.dtype.char in "fd" and not (wide and array.dtype.char == "f")
     if has_blas and (array.size <= PIECE or array.flags.forc):
         return _vector_squares(array.ravel("K"))
@@ -180,13 +182,15 @@ def array_squares(array: View, wide: bool = False) -> float:
 
 
 def _vector_squares(flat: View) -> float:
-    """Return ``Σx²`` of a vector, added in rows that are short enough for float32."""
+    """Return ``Σx²`` of a vector: short sums in its own precision, which are added in float64."""
     if flat.size <= _COPIED:
         dtype = np.result_type(flat.dtype, np.float64)
         return _dot_squares(flat.astype(dtype, copy=False))
     if flat.dtype.char not in "fd":
         return _dot_squares(flat)
 
+    # One float32 sum of millions of squares would lose digits, and `np.sum` of squares would make a
+    # copy. BLAS does neither in short rows.
     rest = flat.size % _ROW
     whole = flat[: flat.size - rest]
     rows = whole.reshape(-1, _ROW)
@@ -203,9 +207,9 @@ def _vector_squares(flat: View) -> float:
 
 
 def _sum_squares_float64(flat: View) -> float:
-    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads.
+    """Return ``Σx²`` added in float64, in parts too short for BLAS to start threads.
 
-    For so few numbers, starting threads takes longer than adding.
+    To start threads takes longer than to add so few numbers.
     """
     if flat.size <= _PART:
         wide = flat.astype(np.float64, copy=False)
@@ -223,38 +227,38 @@ def _dot_squares(flat: View) -> float:
 
 
 def _zero_or_underflown(flat: View) -> float:
-    """Return the sum of squares that are all 0."""
+    """Return the sum of squares that are all 0: 0, or `UNDERFLOWN` if the elements are not."""
     return 0.0 if all_zero(flat) else UNDERFLOWN
 
 
 def all_zero(array: View) -> bool:
-    """Return whether all elements are 0, by their bits but the sign's: where squares underflow,
-    a sum of 0 does not tell.
+    """Return whether all elements are 0, by all of their bits except the sign.
 
-    Reading bits takes as long as reading memory, and adding again in float64 several times as long.
+    If squares underflow, their sum is 0, too. To read the bits takes as long as to read the memory;
+    to sum again in float64 takes several times as long.
     """
     if array.dtype.kind == "c" or array.itemsize > WIDE * 2:
         return not array.any()
 
-    # The highest bit is the sign, which -0.0 has.
+    # The highest bit is the sign, and set in -0.0.
     bits = array.view(f"{array.dtype.byteorder}u{array.itemsize}")
     magnitude = ~(1 << (8 * array.itemsize - 1))
     return int(np.bitwise_or.reduce(bits, axis=None)) & magnitude == 0
 
 
 _RowSums: TypeAlias = tuple[View, View, tuple[int, ...]]
-"""Sums of squares in a vector, the array with a row for each of them, and the shape of the sums."""
+"""A vector of sums of squares, the array whose rows were summed, and the shape of the sums."""
 
 
 def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]:
     """Return ``Σx²`` of each array along its axes.
 
-    ``None`` if these are not the first or the last axes of a contiguous array.
+    ``None`` for an array whose layout or dtype has no fast method.
     """
     pairs = zip(arrays, axes, strict=True)
     row_sums = [_sum_rows(array, along) if along else None for array, along in pairs]
 
-    # One test for all: sums are nearly always in range.
+    # Check all arrays at once, since sums are nearly always in range.
     totals = [sums[0] for sums in row_sums if sums is not None]
     if totals:
         joined = np.concatenate(totals, axis=None)
@@ -281,7 +285,7 @@ def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
             return _sum_long_rows(rows, layout.length), rows, layout.kept
         return np.vecdot(rows, rows), rows, layout.kept
 
-    # A transpose of a contiguous array is added by columns, without a copy.
+    # If the summed axes come first in memory, sum columns: to make rows would take a copy.
     in_columns = array.transpose(layout.columns)
     if not in_columns.flags.c_contiguous:
         return None
@@ -290,8 +294,7 @@ def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
 
 
 def _sum_long_rows(rows: View, length: int) -> View:
-    """Return ``Σx²`` of each row, added in stretches of a length."""
-    # The partial sums are added in float64.
+    """Return ``Σx²`` of each row: sums of ``length`` squares in float32, added in float64."""
     whole = rows.shape[1] - rows.shape[1] % length
     parts = rows[:, :whole].reshape(len(rows), -1, length)
     total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
@@ -302,7 +305,7 @@ def _sum_long_rows(rows: View, length: int) -> View:
 
 
 def _sum_columns(columns: View) -> View:
-    """Return ``Σx²`` of each column, few rows at a time."""
+    """Return ``Σx²`` of each column: sums of a few rows in float32, added in float64."""
     whole = len(columns) - len(columns) % _FEW_ROWS
     blocks = columns[:whole].reshape(-1, _FEW_ROWS, columns.shape[1])
     total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
@@ -313,7 +316,7 @@ def _sum_columns(columns: View) -> View:
 def _recompute_out_of_range(
     array: View, total: View, rows: View, shape: tuple[int, ...]
 ) -> _RowSums:
-    """Return the same sums, those recomputed that may not be accurate."""
+    """Return the same sums, with those recomputed that may be inaccurate."""
     low = 0.0 if array.dtype.char == "d" else LOW
     in_range = (total > low) & (total < HIGH)
     if not in_range.all():
@@ -322,8 +325,9 @@ def _recompute_out_of_range(
 
 
 def _recompute(array: View, rows: View, total: View, in_range: View) -> View:
-    """Return sums of rows, those out of range recomputed in float64."""
-    # Sums out of range are nearly always those of zeros, and right. A whole array needs no copy.
+    """Return sums of rows, with those out of range recomputed in float64."""
+    # Sums out of range are nearly always sums of zeros, which are exact. If all are 0, check the
+    # whole array, without a copy of rows.
     zero = total == 0
     if zero.any():
         suspects = array if zero.all() else rows[zero]
@@ -333,7 +337,7 @@ def _recompute(array: View, rows: View, total: View, in_range: View) -> View:
     remaining = np.flatnonzero(~in_range)
     step = max(1, PIECE // rows.shape[1])
     for start in range(0, len(remaining), step):
-        # Pieces, since the float64 copy of all rows may be large.
+        # In pieces, since a float64 copy of all rows may be large.
         numbers = remaining[start : start + step]
         wide = rows[numbers].astype(np.float64)
         squares = np.vecdot(wide, wide)
@@ -343,30 +347,30 @@ def _recompute(array: View, rows: View, total: View, in_range: View) -> View:
 
 
 class _Layout(NamedTuple):
-    """How an array of one shape is added along axes."""
+    """How to sum an array of one shape along axes."""
 
     kept: tuple[int, ...]
     """The shape of the sums."""
     rows: tuple[int, ...] | None
-    """The order of the axes with the kept ones first, ``None`` if they are."""
+    """The permutation that puts kept axes first, ``None`` if they already are."""
     columns: tuple[int, ...]
-    """The order of the axes with the kept ones last."""
+    """The permutation that puts kept axes last."""
     size: int
     """The number of sums."""
     length: int
-    """How many squares are added in a row."""
+    """How many squares are added in one call."""
 
 
 @lru_cache(maxsize=1024)
 def _layout_along(shape: tuple[int, ...], axes: tuple[int, ...]) -> _Layout | None:
-    """Return how to add along axes, ``None`` if there is nothing to add or to keep."""
+    """Return how to sum along axes, ``None`` if no axis is summed, or none is kept."""
     kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
     if not axes or not kept or 0 in shape:
         return None
 
     lengths = tuple([shape[axis] for axis in kept])
     covered = math.prod([shape[axis] for axis in axes])
-    # A length without a remainder saves a second sum.
+    # A length that divides the row needs no second call for the rest.
     divisors = (n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0)
     rows = (*kept, *axes)
     in_order = rows == tuple(range(len(shape)))
@@ -380,12 +384,12 @@ def _layout_along(shape: tuple[int, ...], axes: tuple[int, ...]) -> _Layout | No
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
-    """Iterate over arrays that broadcast together, in pieces.
+    """Iterate over arrays that broadcast together, in pieces that fit into a cache.
 
-    One that is not contiguous goes through a buffer.
+    Arrays that are not contiguous are buffered.
     """
-    # Memory that an operand shares with the array to change is copied first, unless elements
-    # coincide.
+    # `copy_if_overlap` copies operands that share memory with the array to write, except equal views,
+    # which elementwise writes do not disturb.
     reads = [["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1)
     operands = [[access, "overlap_assume_elementwise"], *reads]
     flags = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
@@ -395,11 +399,11 @@ def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> An
 
 
 _USER_DEFINED = 2
-"""The value of ``dtype.isbuiltin`` for other packages' types, some of whose kinds are NumPy's."""
+"""The value of ``dtype.isbuiltin`` for dtypes of other packages, whose ``kind`` may be NumPy's."""
 
 
 def _isdtype(dtype: DType, kind: str) -> bool:
-    """Return what NumPy does, and False for the dtypes of ml_dtypes, for which NumPy raises."""
+    """Return the result of NumPy's function, but False for dtypes of ml_dtypes, where it raises."""
     if not isinstance(dtype, np.dtype) or dtype.isbuiltin == _USER_DEFINED:
         return False
     return np.isdtype(dtype, kind)
@@ -417,7 +421,7 @@ class _NumPy(Backend[View]):
     def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
         formats: list[Any] = [None] * len(leaves)
         for number, leaf in enumerate(leaves):
-            # The dtype alone stands for the usual class.
+            # The dtype alone is the format of an `ndarray`, since a tuple for each leaf takes time.
             if type(leaf) is np.ndarray:
                 formats[number] = leaf.dtype
             elif leaf is not None:
@@ -430,7 +434,7 @@ class _NumPy(Backend[View]):
             return False
         if leaf.dtype.kind in "iufc":
             return True
-        # A format of exponents alone has neither zero nor negative numbers.
+        # The format e8m0fnu has exponents only: neither 0 nor negative numbers.
         name = leaf.dtype.name
         is_extension = leaf.dtype.type.__module__ == "ml_dtypes"
         return is_extension and "float" in name and not name.endswith("e8m0fnu")
@@ -478,7 +482,7 @@ class _NumPy(Backend[View]):
     ) -> list[View]:
         nonzero = all([type(factor) is float and factor for factor in factors])
         if nonzero and not in_place and all([array.itemsize >= WIDE for array in arrays]):
-            # A Python number keeps the dtype, but of scalars.
+            # A product with a Python number keeps the dtype of an array, but not that of a scalar.
             with np.errstate(all="ignore"):
                 products = list(map(mul, arrays, factors))
             return [
@@ -493,7 +497,10 @@ class _NumPy(Backend[View]):
             ]
 
     def _scale_one(self, array: View, factor: Any, *, in_place: bool, zero: bool) -> View:
-        """Multiply one array, in pieces if it has to be converted."""
+        """Multiply one array, in pieces if it has to be converted.
+
+        Float16 products are computed in float32, and a copy of a large array is slow.
+        """
         makes_zeros = zero and bool(np.any(factor == 0))
         is_complex_by_array = array.dtype.kind == "c" and isinstance(factor, np.ndarray)
         if array.itemsize < WIDE or makes_zeros or is_complex_by_array:
@@ -503,7 +510,7 @@ class _NumPy(Backend[View]):
 
         if in_place:
             return np.multiply(array, factor, out=array, casting="same_kind")
-        # A Python number keeps the dtype, but of scalars.
+        # A product with a Python number keeps the dtype of an array, but not that of a scalar.
         new = array * factor
         if new.dtype == array.dtype:
             return new
@@ -536,16 +543,16 @@ def sums_of_arrays(terms: Terms) -> list[View]:
     if terms.units is not None or terms.p != 2:
         return [power_sum(BACKEND, *term) for term in terms.by_array()]
 
-    # Narrower arrays are added as accurately as the widest.
+    # A norm with a float64 array is float64, so its float32 arrays have to be as accurate.
     arrays = list(map(np.asarray, terms.arrays))
     wide = any(array.dtype.char in "dD" for array in arrays)
     axes = terms.axes or [None] * len(arrays)
-    quick_axes = axes
+    fast_axes = axes
     if wide:
         pairs = zip(arrays, axes, strict=True)
-        quick_axes = [None if array.dtype.char == "f" else along for array, along in pairs]
+        fast_axes = [None if array.dtype.char == "f" else along for array, along in pairs]
 
-    sums = squares_along(arrays, quick_axes)
+    sums = squares_along(arrays, fast_axes)
     return [
         _squares_along_axes(array, along, wide=wide) if total is None else total
         for total, array, along in zip(sums, arrays, axes, strict=True)
@@ -560,7 +567,7 @@ def _squares_along_axes(array: View, axes: Axes, *, wide: bool) -> View:
     if array.dtype.char not in "dD" or total.all():
         return total
 
-    # Squares of float64 numbers may underflow, their moduli do not.
+    # Squares of float64 numbers may underflow, but moduli do not.
     nonzero = power_sum(BACKEND, array, np.inf, axes) > 0
     return np.where((total == 0) & nonzero, UNDERFLOWN, total)
 
@@ -571,7 +578,7 @@ def _are_separate(arrays: list[Any]) -> bool:
     """
     if not all([type(a) is np.ndarray and a.flags.writeable and a.flags.forc for a in arrays]):
         return False
-    # No other array has the memory of one that owns it.
+    # Arrays that own their memory share none, unless one occurs twice.
     if all([array.base is None and array.flags.owndata for array in arrays]):
         return len(set(map(id, arrays))) == len(arrays)
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
 
 SAVED_NAMES = {"norm_count": "count"}
-"""The names in saved states of the fields that are saved under another name.
+"""Fields of states, and the names under which they are saved, if these differ.
 
-Optimizers look up fields by name in the whole state: a field with a name of optax or Flax, such as
-``count``, would be found twice.
+optax and Flax look up fields by name in the whole state of an optimizer, so a field with a name of
+theirs, such as ``count``, would be found twice.
 """
 LARGEST = 1e18
-"""The largest norm in a statistic of squares: its square fits into float32."""
+"""The largest norm that enters a statistic of squares: its square fits into float32."""
 
 
 class NoState(NamedTuple):
@@ -68,7 +68,7 @@ class Context:
         "xp",
     )
 
-    def __init__(  # noqa: PLR0913 - made by one function, which has these
+    def __init__(  # noqa: PLR0913 - called in one place
         self,
         backend: Backend,
         blocks: Sequence[Block],
@@ -84,7 +84,7 @@ class Context:
         self._number = number
         self._needs = needs
         self._divided = divided
-        """Whether other processes have some of the norms."""
+        """Whether norms keep a sharded axis, so that each process has only some of them."""
 
         norms: Any = measured.finite_norms
         block = blocks[number]
@@ -96,7 +96,7 @@ class Context:
         self.labels: Sequence[Any] = block.labels
         """The label of each row's group.
 
-        ``None`` or the number of a leaf if leaves are not grouped by labels.
+        Without named groups it is the number of a leaf, or ``None`` for one norm of all leaves.
         """
         self.present: Flags | None = None if present is None else present[number]
         """For each row, whether some process has a gradient of its group.
@@ -104,13 +104,14 @@ class Context:
         ``None`` in a single process, for which `absent` is enough.
         """
         self.absent: Sequence[bool] = block.absent if present is None else ()
-        """For each row, whether all gradients of its group are absent and its norm is 0;
-        empty if no gradient is.
+        """For each row, whether all gradients of its group are absent, so that its norm is 0.
+
+        Empty if no row is absent.
         """
         self.threshold: Limits | None = None
-        """The norms above which a limit clips, if it then clips to less.
+        """The norms above which the limit clips, if these differ from the limits.
 
-        Set by the limit, and broadcast as limits.
+        Set by the limit, in a shape that broadcasts against the norms.
         """
 
     @property
@@ -137,7 +138,7 @@ class Context:
 
     @property
     def sizes(self) -> Tensor:
-        """The number of elements of each norm, may be 0, as ``(k, 1, ...)``.
+        """The number of elements of each norm, possibly 0, as ``(k, 1, ...)``.
 
         Requires ``"sizes"`` in ``needs``.
         """
@@ -180,8 +181,9 @@ class Context:
         return self._backend.to_device_of(self.norms, self.xp.asarray(value, dtype=dtype))
 
     def constant(self, values: Sequence[float] | np.ndarray[Any, Any]) -> Tensor:
-        """Return numbers that are the same at every step as a vector in the dtype of the norms, on
-        their device; it must not be written.
+        """Return numbers that never change as a vector in the dtype and on the device of the norms.
+
+        Do not write into it: it may be cached.
         """
         norms = self.norms
         backend = self._backend
@@ -189,7 +191,7 @@ class Context:
         if isinstance(norms, np.ndarray):
             return array
 
-        # An accelerator gets a constant once, and then it is found by its values.
+        # The backend caches constants by their values, so that each is sent to a device once.
         on_device = backend.constant(array, backend.device(norms))
         return backend.to_device_of(norms, on_device)
 
@@ -208,7 +210,7 @@ class Context:
         return self._like([block], measured._replace(**fields), 0)
 
     def _like(self, blocks: Sequence[Block], measured: Measured, number: int) -> Context:
-        """Return a context of another block."""
+        """Return the context of another block."""
         divided = self._divided
         return Context(self._backend, blocks, measured, number, self._needs, divided=divided)
 
@@ -219,7 +221,7 @@ class Context:
         reduced = []
         for number in range(len(self._blocks)):
             values = function(self._like(self._blocks, self._measured, number))
-            # The largest of no values is an error.
+            # The maximum of an empty array would raise an error.
             if 0 not in values.shape:
                 reduced.append(reduce(values))
         if not reduced:
@@ -273,20 +275,21 @@ class Limit:
     elementwise: ClassVar[bool] = False
     """Whether each limit depends on its own norm, parameter and size alone.
 
-    Norms of any shape may come as one vector then, which takes less time on an accelerator."""
+    If so, it may get the norms of all blocks as one vector, which saves kernels on an accelerator.
+    """
     in_range: ClassVar[bool] = False
     """Whether limits and thresholds are always finite numbers of the norms' dtype.
 
-    Others are clipped to its range, which takes an operation."""
+    If not, a step clips them to its range, which takes an operation."""
     groups: ClassVar[Sequence[Any]] = ()
-    """The labels of groups that the limit names, which have a norm in every process."""
+    """The labels of the groups that the limit names; each has a norm in every process."""
 
     def __init_subclass__(cls) -> None:
-        """Raise if a class has a first state and is not stateful."""
+        """Raise if a class defines `init` and is not stateful: its state would never be used."""
         if "init" in vars(cls) and not cls.stateful:
             msg = (
-                f"{cls.__name__} has a method init for its first state, but is not stateful; set "
-                "stateful = True in the class"
+                f"{cls.__name__} defines init, which returns a first state, but is not stateful; "
+                "set stateful = True in the class"
             )
             raise TypeError(msg)
 
@@ -296,9 +299,9 @@ class Limit:
         Returns
         -------
         NamedTuple of arrays
-            Each has one row for each group along its first axis, or is shared by all groups: 0-d,
-            or of length 1 along that axis. If a group has no gradients at a step, the caller
-            restores its rows.
+            An array has one row for each group along its first axis. An array that all groups share
+            is 0-d, or has length 1 along that axis. If a group has no gradients at a step, the
+            caller restores its rows.
         """
         return NoState()
 
@@ -359,7 +362,7 @@ def zeros(context: Context, length: int, dtype: DType | None = None) -> Tensor:
     if dtype is None:
         dtype = like.dtype
 
-    # A sum with the norms has their sharding.
+    # Adding the norms, times 0, gives the zeros their sharding.
     kept = [1] * (len(like.shape) - 2)
     history = xp.zeros((1, length, *kept), dtype=dtype)
     return context.asarray(history, dtype) + xp.astype(like, dtype)
@@ -372,7 +375,7 @@ def push(xp: Namespace, histories: Tensor, newest: Tensor) -> Tensor:
 
 
 def align(xp: Namespace, rows: Tensor, norms: Tensor) -> Tensor:
-    """Return one value for each row with as many axes as the norms, so that they broadcast."""
+    """Return an array of one value for each row with axes added, to broadcast against the norms."""
     missing = len(norms.shape) - len(rows.shape)
     return xp.reshape(rows, tuple(rows.shape) + (1,) * missing)
 
@@ -386,11 +389,10 @@ def unlimited(xp: Namespace, norms: Tensor) -> float:
 
 
 def unit_of(xp: Namespace, largest: Tensor) -> Tensor:
-    """Return a divisor that keeps squares of numbers up to ``largest`` in range:
-    ``largest`` or a little less.
+    """Return a divisor, near ``largest``, that keeps squares of numbers up to ``largest`` in range.
 
     Its reciprocal, by which compilers multiply, is a normal number. For zeros it is a number whose
-    reciprocal can be squared in a second derivative.
+    reciprocal can be squared, as a second derivative does.
     """
     numbers = xp.finfo(largest.dtype)
     unit = xp.clip(largest, float(numbers.smallest_normal), float(numbers.max) / 4)
