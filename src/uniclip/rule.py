@@ -253,8 +253,8 @@ class Rule(Choices, BaseRule):
         ``curve(xp, norm, limit)`` returns the factor. ``xp`` is the array API namespace of the
         gradients; the norm may be NaN or ∞, the limit is finite.
     nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
-        What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm
-        becomes NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``:
+        What happens to gradients with NaN or ∞. ``"propagate"``: all elements that share their norm
+        become NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``:
         the elements that are not finite become 0, then the rest is clipped. ``"raise"``: a
         ``FloatingPointError``, which is a ``RuntimeError`` too, names the leaves; traced code has
         no values, so there it is a ``TypeError``. With each of them the state stays as it was.

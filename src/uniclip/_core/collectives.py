@@ -585,8 +585,9 @@ def reduce_payload(
     xp: Any = math_.library.xp
     local = [np.asarray(x) if isinstance(x, (float, *NUMPY)) else x for x in arrays]
     if math_.host and all([isinstance(array, np.ndarray) for array in local]):
-        joined = np.concatenate([array.ravel() for array in local])
-        vector = math_.to_library(joined.astype(np.float64, copy=False))
+        # NumPy concatenates small arrays with less overhead than a framework.
+        concatenated = np.concatenate([array.ravel() for array in local])
+        vector = math_.to_library(concatenated.astype(np.float64, copy=False))
     else:
         local = [math_.to_library(array) for array in local]
         # XLA combines many reductions into one by itself.

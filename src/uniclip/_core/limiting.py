@@ -315,7 +315,8 @@ def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constan
         elif isinstance(limit, Relative):
             limit = limit.counts
 
-        # torch.compile cannot look up attributes of a number.
+        # torch.compile cannot look up attributes of a number. A length of 1 along the rows is one
+        # value for all of them.
         shape = () if isinstance(limit, NUMBERS) else getattr(limit, "shape", ())
         if len(shape) >= kept and shape[-kept] != 1:
             raise_if_rows(tree, plan.axes, rule, "has a limit")

@@ -137,6 +137,7 @@ def _measure_norms(
     if sizes is not None and "sizes" in rule.limit.needs:
         counts_of_norms = math_.constants(sizes.counts)
 
+    # The trees that were measured lack the gradients if their norm was passed: put it first.
     if step.norm is not None:
         finite_norms = None
         norms = [[_given_norm(plan, tree, step)], *norms]
@@ -252,6 +253,7 @@ def _given_norm(plan: Plan, tree: OpenedTree, step: Step) -> Norms:
         msg = f"norm must be 0 or more, got {summarize(norm) if norm.shape else norm}"
         raise ValueError(msg)
 
+    # The sum has the shape and the sharding of a measured norm.
     norm = zero + norm
     view = plan.math.view(norm)
     return norm if view is None else view

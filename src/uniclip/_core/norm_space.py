@@ -193,6 +193,7 @@ class NormSpace:
         view = self.view(array)
         if view is not None:
             return view
+        # The state is still on an accelerator, and the gradients are on the host.
         [values] = self.library.to_host([self.library.detach(array)])
         return values
 
@@ -245,6 +246,7 @@ class NormSpace:
         """Return whether all of some flags are true."""
         all_of = self._all_on_device if self.on_device else self.xp.all
         of_arrays = [all_of(flag) if len(flag.shape) else flag for flag in flags]
+        # A tree without leaves is finite, and reports an array for it as others do.
         if not of_arrays:
             return self.xp.asarray(1) == 1
         if len(of_arrays) == 1:
@@ -289,7 +291,7 @@ class NormSpace:
     ) -> list[Any]:
         """Return ``usual()`` if a flag of the sums is true, else ``rare()``."""
         # To read a flag lets the step skip the other branch; traced code has to compile both.
-        known = isinstance(ok, (bool, np.bool_, np.ndarray))
-        if known or (self.mode == LIBRARY and self.library.readable(ok)):
+        is_numpy = isinstance(ok, (bool, np.bool_, np.ndarray))
+        if is_numpy or (self.mode == LIBRARY and self.library.readable(ok)):
             return usual() if bool(ok) else rare()
         return self.library.cond(ok, usual, rare)

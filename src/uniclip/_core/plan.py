@@ -262,6 +262,7 @@ class Plan:
         if self.shapes is None:
             return list(blocks)
         [vector] = blocks
+        # A limit may be a number, which holds for all blocks.
         if not getattr(vector, "shape", ()) or vector.shape[0] == 1:
             return [vector] * len(self.blocks)
         ends = accumulate(map(math.prod, self.shapes))

@@ -217,6 +217,7 @@ def find_mode(
 
     # A single argument that the host cannot read makes the step compute with the library.
     read = [constant, step.norm, *getattr(rule.limit, "constants", ())]
+    # A user's limit may combine the state with the norms, so these must be in one library.
     if rule.stateful and not rule.limits_checked:
         read += optree.tree_leaves(state)
     if any([tree.leaf_info.traced for tree in trees]):
@@ -317,6 +318,7 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     if bool(finite):
         return
 
+    # Only a step that fails pays for reading all elements.
     xp = tree.backend.xp
     bad = [
         tree.place(number)
@@ -394,6 +396,7 @@ def _is_skipped(
         is_zero = xp.equal(of_block, 0.0)
         # Also true for a block without norms, so that an empty block skips nothing.
         none_rejected.append(xp.logical_not(xp.any(is_zero)))
+        # An absent norm is 0 and has the factor 1: without this it would count as a kept one.
         absent = find_absent(plan, block.absent, has_gradient)
         if absent is not None:
             shape = tuple(absent.shape) + (1,) * (len(is_zero.shape) - 1)

@@ -188,6 +188,7 @@ class OpenedTree(NamedTuple):
         """Return leaves of the original formats, given changed arrays."""
         leaves = list(arrays)
         for number in self.leaf_info.wrapped:
+            # Integers are rebuilt even if unchanged, since a rule of norms always returns floats.
             unchanged = arrays[number] is self.wrapped[number].array
             if unchanged and not self.is_integral(number):
                 leaves[number] = self.leaves[number]
@@ -364,7 +365,7 @@ def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each
 class _Container(NamedTuple):
     """A container without its children."""
 
-    kind: Any
+    cls: Any
     """The class to rebuild it with: a mapping, `list` or a dataclass."""
     keys: tuple[Any, ...] = ()
     order: tuple[Any, ...] = ()
@@ -380,15 +381,15 @@ class _Container(NamedTuple):
 
     def unflatten(self, children: Iterable[Leaf]) -> Any:
         """Return the container with other children."""
-        if self.kind is list:
+        if self.cls is list:
             return list(children)
         by_key = dict(zip(self.keys, children, strict=True))
-        if issubclass(self.kind, dict):
-            return self.kind([(key, by_key[key]) for key in self.order])
+        if issubclass(self.cls, dict):
+            return self.cls([(key, by_key[key]) for key in self.order])
 
         # Copy attributes that are not fields from the original, if it still exists.
         original = self.original and self.original()
-        made = object.__new__(self.kind) if original is None else copy(original)
+        made = object.__new__(self.cls) if original is None else copy(original)
         for name, value in by_key.items():
             # `setattr` would fail for a frozen dataclass, and `__init__` may not take all fields.
             object.__setattr__(made, name, value)
@@ -513,6 +514,7 @@ def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> Wra
     facts = {name: value for name, value in outer._asdict().items() if value is not None}
     facts["array"] = inner.array
     facts["rebuild"] = lambda new: outer.rebuild(inner.rebuild(new))
+    # If the outer layer is a copy, the leaf itself does not change with the inner storage.
     facts["storage"] = None if outer.copied else inner.storage
     return inner._replace(**facts)
 

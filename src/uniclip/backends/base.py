@@ -201,6 +201,7 @@ def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None
     if norm <= limit:
         return norm, limit, 1.0
 
+    # The general path handles a factor that would be subnormal in float32.
     factor = limit / norm
     if factor <= _FLOAT32_LEAST:
         return None
@@ -288,6 +289,7 @@ class Products(NamedTuple):
 
         A factor that is an array belongs to this library or to NumPy.
         """
+        # Thousands of arrays may use one block: unstack each block once.
         used = [block for block, _ in self.places]
         rows = {}
         for block in set(used):

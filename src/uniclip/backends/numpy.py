@@ -388,8 +388,8 @@ def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> An
 
     Arrays that are not contiguous are buffered.
     """
-    # `copy_if_overlap` copies operands that share memory with the array to write, except equal views,
-    # which elementwise writes do not disturb.
+    # `copy_if_overlap` copies operands that share memory with the array to write, but not equal
+    # views, which elementwise writes do not disturb.
     reads = [["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1)
     operands = [[access, "overlap_assume_elementwise"], *reads]
     flags = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
@@ -464,6 +464,7 @@ class _NumPy(Backend[View]):
         def scale(factor: float) -> list[View] | None:
             if not in_place:
                 return [array * factor for array in arrays]
+            # The general path finds out which arrays overlap or are read-only, and names them.
             if not _are_separate(arrays):
                 return None
             return [np.multiply(array, factor, out=array) for array in arrays]
@@ -480,6 +481,7 @@ class _NumPy(Backend[View]):
     def multiply(
         self, arrays: list[View], factors: Sequence[Any], *, in_place: bool, zero: bool
     ) -> list[View]:
+        # NaN times 0 is NaN, so a factor of 0 may need more than a product.
         nonzero = all([type(factor) is float and factor for factor in factors])
         if nonzero and not in_place and all([array.itemsize >= WIDE for array in arrays]):
             # A product with a Python number keeps the dtype of an array, but not that of a scalar.
