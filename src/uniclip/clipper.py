@@ -167,7 +167,7 @@ class Clipper:
         Raises
         ------
         TypeError
-            As `uniclip.clip`; and in code that is being compiled, if the rule has memory.
+            As `uniclip.clip`; and in code that is being compiled, if the rule is stateful.
         ValueError, FloatingPointError
             As `uniclip.clip`; and if a loaded state belongs to another rule or to other gradients.
         """
@@ -245,7 +245,7 @@ class Clipper:
         dict
             ``json.dumps`` accepts it: ``"state"`` holds the numbers by name, ``"leaves"`` the
             leaves whose norms they are, ``"rule"`` the kind of rule, and ``"format"`` the version
-            of the format. It is empty before the first step and for a rule without memory.
+            of the format. It is empty before the first step and for a stateless rule.
         """
         last = self._last
         if last.loaded is not None:
@@ -420,7 +420,7 @@ class Clipper:
 
     def hold_report(self, report: Report) -> None:
         """Keep the report of a step that an integration clipped itself,
-        by a rule without memory.
+        by a stateless rule.
         """
         # Not `_replace`, which takes a microsecond of each step.
         self._last = _Last(self._last.state, report, *self._last[2:])
