@@ -146,12 +146,13 @@ def reduction_of(
     # The key is a pair, since processes have compared their rules with or without ``shared``.
     reference = keep_reference(all_reduce)
     key = (reference, shared)
-    if key not in reductions:
-        while len(reductions) >= REDUCTION_CACHE_SIZE:
-            reductions.pop(next(iter(reductions)))
-        reductions[key] = Reduction(reference, shared)
-
-    return reductions[key]
+    reduction = reductions.get(key)
+    if reduction is None:
+        # All at once: threads that share a rule would remove the same one.
+        if len(reductions) >= REDUCTION_CACHE_SIZE:
+            reductions.clear()
+        reduction = reductions.setdefault(key, Reduction(reference, shared))
+    return reduction
 
 
 def keep_reference(all_reduce: AllReduce | None) -> Any:
