@@ -277,9 +277,12 @@ def from_saved(saved: Any, rule: BaseRule) -> Saved:
 
     expected = identity(rule)
     if saved["rule"] not in (expected, None):
+        here = f"is {expected}"
+        if not rule.stateful:
+            here = "keeps no state"
         msg = (
             f"the saved state belongs to a different rule: it was saved for {saved['rule']}, but "
-            f"{summarize(rule)} is {expected}; load it with the same rule, or {_START_OVER}"
+            f"{summarize(rule)} {here}; load it with the same rule, or {_START_OVER}"
         )
         raise ValueError(msg)
 
