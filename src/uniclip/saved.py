@@ -96,7 +96,8 @@ def array_like(backend: Backend, name: str, values: Tensor, like: Tensor) -> Ten
     if tuple(values.shape) != tuple(like.shape):
         msg = (
             f"the saved {name} has shape {tuple(values.shape)}, expected {tuple(like.shape)}; load "
-            "a state of the same rule for gradients of the same shapes"
+            "a state of the same rule for gradients of the same shapes, and pass params= if some "
+            "are absent at the first step"
         )
         raise ValueError(msg)
 
