@@ -23,6 +23,24 @@ from kit.trees import leaves
 LONGEST = 600
 Tokens = tuple[str, ...]
 
+
+class Unborn(uc.Limit):
+    """A stateful limit without a first state."""
+
+    stateful = True
+
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
+        """Return the norms."""
+        return norms, state
+
+
+def saved_by(rule: uc.Rule, grads: Any) -> dict[str, Any]:
+    """Return what a clipper saves after a step."""
+    clipper = uc.Clipper(rule)
+    clipper(grads)
+    return clipper.state_dict()
+
+
 ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
     "negative limit": (ValueError, ("limit", "-1.0"), lambda: uc.by_global_norm(-1.0)),
     "limit of NaN": (ValueError, ("limit", "nan"), lambda: uc.by_norm(np.float32("nan"))),
@@ -293,6 +311,31 @@ CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
         TypeError,
         ("all_reduce", "'dp'"),
         lambda g: uc.clip(g, uc.by_norm(1.0), all_reduce="dp"),
+    ),
+    "reduction that returns nothing": (
+        TypeError,
+        ("all_reduce", "return", "None"),
+        lambda g: uc.clip_(g, uc.by_norm(1.0), all_reduce=lambda array, op: None),
+    ),
+    "reduction that returns one row for each process": (
+        TypeError,
+        ("all_reduce", "return", "shape"),
+        lambda g: uc.clip_(g, uc.by_norm(1.0), all_reduce=lambda array, op: np.stack([array] * 2)),
+    ),
+    "limit without a first state": (
+        TypeError,
+        ("Unborn", "init(self, norms, context)"),
+        lambda g: uc.Clipper(uc.Rule(Unborn()))(g),
+    ),
+    "integers in place": (
+        TypeError,
+        ("integers", "grads", "uc.clip(grads, rule)"),
+        lambda g: uc.clip_([np.asarray([3, 4])], uc.by_norm(1.0)),
+    ),
+    "memory for a rule without": (
+        ValueError,
+        ("uc.by_norm(1.0) keeps no state", "{}"),
+        lambda g: uc.Clipper(uc.by_norm(1.0)).load_state_dict(saved_by(uc.zclip(), g)),
     ),
     "shared, not joined": (
         ValueError,

@@ -52,6 +52,10 @@ CASES = {
     ),
     "a warm-up to a tiny norm": Found(warm(1e-37), [[[3e-37, 4e-37], [0.0]]]),
     "a warm-up beside a huge norm": Found(warm(1e24), [[[1e25], [3e-20]]]),
+    "a warm-up whose joint norm is beyond the dtype": Found(
+        warm(1.0), [[[2.9e38], [3.1e38]], [[1.0], [2.0]]]
+    ),
+    "a warm-up from huge norms to a tiny one": Found(warm(1e-30), [[[1e20], [3e20]]]),
     "a joint norm beyond one of the dtypes": Found(warm(1e37), [[[1e37], [1e45]]], MIXED),
     ("a warm-up of huge norms"): Found(
         per_entry(uc.limits.Ema(2.0, 0.5, 9), "ema", 2.0, 0.5, 9, 1.0), HUGE

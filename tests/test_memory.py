@@ -280,6 +280,34 @@ def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str
 
 
 @on_numpy
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_float64_gradient_that_comes_and_goes(late: int) -> None:
+    """A histogram keeps its bins as the dtype of the norms changes."""
+    clipper = uc.Clipper(uc.autoclip(50, window=None))
+    for step in range(7):
+        wide = np.zeros(1) if step % 2 == late else None
+        clipper({"narrow": np.asarray([2.0 + step], np.float32), "wide": wide})
+
+    assert float(clipper.report.norms) == 8.0
+    assert float(clipper.report.limits) == pytest.approx(5.0, rel=0.01)
+
+
+@on_numpy
+def test_a_saved_row_of_a_gradient_that_is_absent_at_first() -> None:
+    """An absent gradient has no shape, which a parameter has."""
+    grads = [np.ones((2, 3)), np.ones(2)]
+    clipper = uc.Clipper(uc.spam(2.0))
+    clipper(grads)
+    resumed = uc.Clipper(uc.spam(2.0))
+    resumed.load_state_dict(clipper.state_dict())
+    with pytest.raises(ValueError, match=r"has shape \(1, 2, 3\).* pass params="):
+        resumed([None, np.ones(2)])
+
+    resumed([None, np.ones(2)], params=grads)
+    assert resumed.state_dict()["state"].keys() == clipper.state_dict()["state"].keys()
+
+
+@on_numpy
 def test_a_gradient_that_comes_late() -> None:
     """A leaf has a name in the saved state from the first step on, even without a gradient."""
     rule, both = uc.adagc(warmup=1), {"b": np.asarray([2.0]), "w": np.asarray([3.0, 4.0])}

@@ -96,7 +96,8 @@ def array_like(backend: Backend, name: str, values: Tensor, like: Tensor) -> Ten
     if tuple(values.shape) != tuple(like.shape):
         msg = (
             f"the saved {name} has shape {tuple(values.shape)}, expected {tuple(like.shape)}; load "
-            "a state of the same rule for gradients of the same shapes"
+            "a state of the same rule for gradients of the same shapes, and pass params= if some "
+            "are absent at the first step"
         )
         raise ValueError(msg)
 
@@ -277,9 +278,12 @@ def from_saved(saved: Any, rule: BaseRule) -> Saved:
 
     expected = identity(rule)
     if saved["rule"] not in (expected, None):
+        here = f"is {expected}"
+        if not rule.stateful:
+            here = "keeps no state"
         msg = (
             f"the saved state belongs to a different rule: it was saved for {saved['rule']}, but "
-            f"{summarize(rule)} is {expected}; load it with the same rule, or {_START_OVER}"
+            f"{summarize(rule)} {here}; load it with the same rule, or {_START_OVER}"
         )
         raise ValueError(msg)
 

@@ -26,6 +26,7 @@ from uniclip._core.norm_space import NormSpace
 from uniclip._core.tree import OpenedTree, Shard, ShardGroup
 from uniclip._errors import check, holds_arrays, summarize
 from uniclip.backends import backend_by
+from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import (
     NUMPY,
     Backend,
@@ -78,8 +79,23 @@ class Reduction:
         return follow_reference(self._reference)
 
     def reduce(self, backend: Backend, array: Any, op: Op) -> Any:
-        """Reduce an array over the processes."""
-        return reducer_of(backend, self.all_reduce)(array, op)
+        """Reduce an array over the processes.
+
+        Raises
+        ------
+        TypeError
+            If ``all_reduce`` is a function that returns something else.
+        """
+        reduced = reducer_of(backend, self.all_reduce)(array, op)
+        # Functions that reduce in place often return nothing.
+        if not (hasattr(reduced, "shape") and same_shape(reduced.shape, array.shape)):
+            msg = (
+                f"all_reduce must return the reduced array, of shape {tuple(array.shape)}, got "
+                f"{summarize(reduced)}; if it reduces in place, return its array"
+            )
+            raise TypeError(msg)
+
+        return reduced
 
     def agree(self, rule: Choices, names: list[str] | None, math_: NormSpace) -> None:
         """Compare the rules and the norms of all processes, and count the processes.

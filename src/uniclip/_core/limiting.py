@@ -334,6 +334,13 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
         fits = isinstance(states, (list, tuple)) and len(states) == len(blocks)
         fits = fits and all([hasattr(of_block, "_fields") for of_block in states])
 
+    if isinstance(state, NoState) and type(limit).init is Limit.init:
+        msg = (
+            f"{type(limit).__name__} is stateful, but has no first state; define "
+            "init(self, norms, context) in the class, which returns it"
+        )
+        raise TypeError(msg)
+
     if state is None or isinstance(state, NoState) or not fits:
         msg = (
             "state must be what rule.init(grads) or the previous update returned, for "

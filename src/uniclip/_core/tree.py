@@ -21,7 +21,7 @@ from weakref import ref
 import optree
 from optree.utils import total_order_sorted
 
-from uniclip._errors import describe, printed, summarize
+from uniclip._errors import article, describe, printed, summarize
 from uniclip._types import Array, Path, Step, Tensor, Tree
 from uniclip.backends import (
     BACKEND_CACHE,
@@ -492,8 +492,9 @@ def _raise_if_integers(tree: OpenedTree) -> None:
     for number in tree.wrapped:
         if tree.is_integral(number):
             msg = (
-                f"{tree.place(number)} holds integers, and scaled in place they would be rounded; "
-                "use uc.clip, which returns floats"
+                f"{tree.place(number)} holds integers, which a rule of norms scales to fractions, "
+                "so they can't be clipped in place; use clipped, report = uc.clip(grads, rule), "
+                "or make them floating-point numbers"
             )
             raise TypeError(msg)
 
@@ -530,7 +531,8 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
     """
 
     def described(number: int) -> str:
-        return f"{place(name, spec.paths()[number])} is a {describe(leaves[number])}"
+        noun = describe(leaves[number])
+        return f"{place(name, spec.paths()[number])} is {article(noun)} {noun}"
 
     # The first leaf decides, and an error names it beside the one that differs.
     chosen = None

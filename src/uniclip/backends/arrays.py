@@ -106,8 +106,10 @@ def check_shape(name: str, array: Tensor, norms: Tensor) -> None:
     """Check that the shape of limits, or of a norm argument, fits the norms."""
     if len(array.shape) == 0 or broadcasts(array.shape, norms.shape):
         return
-    shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
-    msg = f"a {name} of shape {shapes}; pass one number"
+    msg = (
+        f"the {name} has shape {tuple(array.shape)}, which does not broadcast to the norms' shape "
+        f"{tuple(norms.shape)}; use one number, or one for each norm"
+    )
     raise ValueError(msg)
 
 

@@ -133,18 +133,28 @@ class Ema(StatefulLimit):
         if self.warmup_norm == 0:
             return context.asarray(largest, norms.dtype) > 0, 0 * norms
 
-        # The joint norm, root * unit, may overflow the dtype of these norms, and even its own.
+        # The joint norm, root * unit, may overflow the dtype of these norms.
         unit = unit_of(xp, largest)
         dtype = unit.dtype
         total = context.total(
             lambda block: _square(cast(xp, block.norms, dtype) / block.asarray(unit, dtype))
         )
-        root = L2.root(xp, total)
-        ratio = context.asarray(root * (unit / self.warmup_norm), dtype)
+        root = context.asarray(L2.root(xp, total), dtype)
+        unit = context.asarray(unit, dtype)
 
-        # If one norm is NaN, the ratio is NaN, and the other norms are not limited.
-        beyond = ratio > 1
-        joint_limits = cast(xp, norms, dtype) / xp.where(beyond, ratio, 1.0)
+        # If one norm is NaN, the joint norm is NaN, and the other norms are not limited.
+        beyond = root * unit > self.warmup_norm
+        wide = cast(xp, norms, dtype)
+
+        # The joint norm may overflow, and its quotient with `warmup_norm`, too. So each division is
+        # in range by itself: by the unit first if the target is small, last if it is large.
+        if self.warmup_norm <= 1:
+            scale = self.warmup_norm / xp.where(beyond, root, self.warmup_norm)
+            joint_limits = wide / unit * scale
+        else:
+            ratio = xp.where(beyond, unit / self.warmup_norm, 1.0)
+            joint_limits = wide / xp.where(beyond, root, 1.0) / ratio
+
         return beyond, cast(xp, joint_limits, norms.dtype)
 
 

@@ -164,6 +164,12 @@ class PercentileOfAll(StatefulLimit):
         count = state.norm_count + 1
         first, bins = self._range(xp, norms)
 
+        # A leaf of a wider dtype may come or go, and the histogram keeps its bins.
+        if state.below.shape[1] == self.bins:
+            first, bins = self.first, self.bins
+        elif state.below.shape[1] == self.bins_wide:
+            first, bins = self.first_wide, self.bins_wide
+
         # A norm of 0 has no logarithm, and is in the first bin.
         positive = norms > 0
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
