@@ -13,6 +13,7 @@ from typing import Any
 
 from uniclip._core.apply import LIMIT_FOR_EACH_LAYER, sum_examples
 from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.measure import StepInputs
 from uniclip._core.step import run_general_step, run_step
 from uniclip._core.tree import open_tree
 from uniclip._errors import LIMIT, nonnegatives, real, summarize
@@ -189,9 +190,9 @@ def clip_and_sum(
     _check_stateless(rule, update)
 
     # The fast path knows no examples.
-    tree = open_tree(grads)
     step = Step(params, all_reduce, shared=shared)
-    result = run_general_step(rule, tree, _NO_STATE, step, rule.constant, apply=sum_examples)
+    inputs = StepInputs(rule, [open_tree(grads)], step, _NO_STATE, rule.constant)
+    result = run_general_step(inputs, apply=sum_examples)
     return result.clipped(), result.report()
 
 

@@ -63,7 +63,7 @@ def scale_leaves(
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
     # A leaf whose factor is 1 is not even read, and comes back as the same object.
     changed = _find_changed(plan, factors)
-    products = _make_products(rule, tree, plan, changed, factors)
+    products = plan.products(tree, changed, factors, zero=rule.zeroes)
     if tree.in_place:
         multiply_in_place(tree, changed, products)
         return tree.leaves
@@ -92,7 +92,7 @@ def sum_examples(
     arrays = [tree.arrays[number] for number in present]
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
     of_library = [plan.math.to_library(of_block) for of_block in factors]
-    products = _make_products(rule, tree, plan, present, of_library)
+    products = plan.products(tree, present, of_library, zero=rule.zeroes)
     scaled = backend.scale(products._replace(arrays=wide, in_place=False))
 
     leaves: list[Any] = [None] * len(tree.leaves)
@@ -129,25 +129,6 @@ def _find_changed(plan: Plan, factors: Sequence[Factors]) -> list[int]:
                 changed += group
 
     return changed
-
-
-def _make_products(
-    rule: Choices,
-    tree: OpenedTree,
-    plan: Plan,
-    numbers: Sequence[int],
-    factors: Sequence[Factors],
-) -> Products:
-    """Return the products of some leaves and their factors."""
-    return Products(
-        arrays=[tree.arrays[number] for number in numbers],
-        blocks=list(factors),
-        places=[plan.places[number] for number in numbers],
-        axes=plan.along and [plan.along[number] for number in numbers],
-        shards=[tree.shard(number) for number in numbers] if tree.wrapped else None,
-        in_place=tree.in_place,
-        zero=rule.zeroes,
-    )
 
 
 def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Products) -> None:

@@ -329,9 +329,12 @@ class Collectives:
             for row in order:
                 source, members = norms[row]
                 tree = trees[source] if source < len(trees) else None
-                value = self._add_shards(group, tree, source, sums[source], members, op)
-                if value is not None:
-                    partial_sums[row] = value
+                of_leaves = self._shard_groups[0 if tree is None else source]
+                numbers = [number for number in members if of_leaves[number] == group]
+                if group is None:
+                    numbers = [number for number in numbers if number in sums[source]]
+                if numbers:
+                    partial_sums[row] = self._add_shards(tree, numbers, sums[source], op)
 
             of_group, extras = self._reduce_within(group, partial_sums, extras, op)
             for row, value in of_group.items():
@@ -363,28 +366,18 @@ class Collectives:
         extras = extras.fill(reduced[len(sent) :])
         return dict(zip(partial_sums, reduced[: len(sent)], strict=True)), extras
 
-    def _add_shards(  # noqa: PLR0913, PLR0917 - called in one place
-        self,
-        group: ShardGroup | None,
-        tree: OpenedTree | None,
-        source: int,
-        sums: dict[int, Any],
-        members: Sequence[int],
-        op: Op,
+    def _add_shards(
+        self, tree: OpenedTree | None, numbers: list[int], sums: dict[int, Any], op: Op
     ) -> Any:
-        """Return what this process adds to a norm within a group of processes, ``None`` if nothing.
+        """Return what this process adds to a norm of some leaves within a group of processes.
 
         ``tree`` is ``None`` for the counts of gradients.
         """
-        of_leaves = self._shard_groups[0 if tree is None else source]
-        numbers = [number for number in members if of_leaves[number] == group]
-        here = [sums[number] for number in numbers if number in sums]
-        if here:
-            return self._plan.math.add(here, op)
+        addends = [sums[number] for number in numbers if number in sums]
+        if addends:
+            return self._plan.math.add(addends, op)
         # A process whose gradient is absent takes part, or the others would wait for it.
-        if numbers and group is not None:
-            return self._nothing(tree, numbers[0])
-        return None
+        return self._nothing(tree, numbers[0])
 
     def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from uniclip._core.limiting import NUMBERS, raise_if_numpy
-from uniclip._core.measure import Measured
+from uniclip._core.measure import Measured, StepInputs
 from uniclip._core.plan import Plan
 from uniclip._errors import summarize
 from uniclip._types import Factors, Flags, Limits, Namespace, Norms
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def compute_factors(
-    rule: Choices, plan: Plan, measured: Measured, limits: Sequence[Any], constant: Any
+    plan: Plan, inputs: StepInputs, measured: Measured, limits: Sequence[Any]
 ) -> list[Any]:
     """Return the curve's factors for each block: 1 where nothing is limited, NaN where a norm or a
     limit is not finite.
@@ -33,6 +33,8 @@ def compute_factors(
     the largest number of the norms' dtype limits nothing; a constant number ∞ leaves even NaN as it
     is. The finite norms may be the norms themselves under a constant limit.
     """
+    rule = inputs.rule
+    constant = inputs.constant
     # To a compiler no symbol is ∞. A bound on norms holds whatever the limit is.
     bounded = isinstance(rule.curve, RejectAbove)
     only_measures = isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded
@@ -51,18 +53,16 @@ def compute_factors(
 
 
 def zero_where_skipped(
-    rule: Choices,
-    plan: Plan,
-    measured: Measured,
-    factors: Sequence[Factors],
-    step_finite: Flags | None,
+    plan: Plan, measured: Measured, factors: Sequence[Factors], step_finite: Flags | None
 ) -> list[Any]:
-    """Return the factors with 0 for norms, or by ``"skip"`` for steps, that are not finite."""
+    """Return the factors with 0 for a step that is not finite, or for such norms if the policy is
+    not ``"skip"``, without ``step_finite``.
+    """
     math_ = plan.math
     finite_norms: Any = measured.finite_norms
     zeroed = []
     for norms, finite, of_block in zip(measured.norms, finite_norms, factors, strict=True):
-        if rule.nonfinite == "skip":
+        if step_finite is not None:
             kept = math_.backend.to_device_of(norms, step_finite)
         else:
             kept = math_.each_finite(norms, finite)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from uniclip._core.measure import Measured, zero_norms
+from uniclip._core.measure import Measured, StepInputs, zero_norms
 from uniclip._core.plan import Plan, raise_if_rows
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import real, summarize
@@ -41,29 +41,32 @@ def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def find_limits(  # noqa: PLR0913, PLR0917 - called in one place
-    rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any, constant: Any
+def find_limits(
+    plan: Plan, inputs: StepInputs, measured: Measured
 ) -> tuple[list[Any], list[Any] | None, Any]:
     """Return the limits of each block, numbers or arrays, the thresholds if there are some, and the
     next state.
     """
-    if tree.wrapped:
-        _raise_if_limits_by_row(rule, plan, tree, constant)
+    constant = inputs.constant
+    if inputs.trees[0].wrapped:
+        _raise_if_limits_by_row(inputs.rule, plan, inputs.trees[0], constant)
     if constant is None:
-        return _ask_limit(rule, plan, tree, measured, state)
+        return _ask_limit(plan, inputs, measured)
     finite_norms: Any = measured.finite_norms
-    limits = [_check_limits(plan, constant, norms, checked=False) for norms in finite_norms]
-    return limits, None, state
+    limits = [_check_limits(plan, constant, norms) for norms in finite_norms]
+    return limits, None, inputs.state
 
 
 def _ask_limit(
-    rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any
+    plan: Plan, inputs: StepInputs, measured: Measured
 ) -> tuple[list[Any], list[Any] | None, Any]:
     """Return what `find_limits` returns, for a limit that is no constant."""
+    rule = inputs.rule
     limit = rule.limit
+    state = inputs.state
     norms: Any = measured.finite_norms
     # A step without gradients changes no state.
-    if limit.stateful and not tree.leaf_info.present and plan.collectives is None:
+    if limit.stateful and not inputs.trees[0].leaf_info.present and plan.collectives is None:
         return [math.inf] * len(norms), None, state
     states = [state] * len(norms)
     if limit.stateful:
@@ -71,22 +74,20 @@ def _ask_limit(
         states = [state] if len(norms) == 1 else state
 
     contexts = _make_contexts(plan, measured, limit.needs)
-    answers = [
-        _ask_about_block(rule, plan, context, old)
-        for context, old in zip(contexts, states, strict=True)
-    ]
-    limits = [
-        _check_limits(
-            plan, of_block, context.norms, checked=rule.limits_checked, in_range=limit.in_range
-        )
-        for (of_block, _), context in zip(answers, contexts, strict=True)
-    ]
+    answers = []
+    for context, old in zip(contexts, states, strict=True):
+        answers.append(_ask_about_block(rule, plan, context, old))
+
+    limits = []
+    for (of_block, _), context in zip(answers, contexts, strict=True):
+        limits.append(_check_limits(plan, of_block, context.norms, rule))
+
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
-        thresholds = [
-            _check_threshold(plan, context, of_block, in_range=limit.in_range)
-            for context, of_block in zip(contexts, limits, strict=True)
-        ]
+        thresholds = []
+        for context, of_block in zip(contexts, limits, strict=True):
+            checked = _check_threshold(plan, context, of_block, in_range=limit.in_range)
+            thresholds.append(checked)
 
     return limits, thresholds, _join_states(limit, state, states, [new for _, new in answers])
 
@@ -230,13 +231,10 @@ def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
 # What is validated.
 
 
-def _check_limits(
-    plan: Plan, limits: Any, norms: Norms, *, checked: bool, in_range: bool = False
-) -> Any:
+def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = None) -> Any:
     """Return limits in the range of the norms' dtype.
 
-    ``checked`` if none is negative: they come from numbers that were checked when a rule was made.
-    ``in_range`` if none is too large.
+    With a rule they come from its limit, which may be checked, or keep them in that range, itself.
 
     Raises
     ------
@@ -269,10 +267,11 @@ def _check_limits(
         if bool(xp.any(wrong)):
             raise ValueError(_describe_negative(limits))
 
+    checked = rule is not None and rule.limits_checked
     if not (checked or isinstance(limits, np.ndarray)):
         return xp.clip(limits, 0, largest)
     # An accelerator starts a kernel for it.
-    if math_.on_device and in_range:
+    if math_.on_device and rule is not None and rule.limit.in_range:
         return limits
     return math_.at_most_largest(limits)
 

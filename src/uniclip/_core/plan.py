@@ -26,7 +26,7 @@ from uniclip._errors import check, stable, summarize
 from uniclip._types import Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes, LeafInfo
+from uniclip.backends.base import TRACED, Axes, LeafInfo, Products
 from uniclip.scopes import Scope, all_leaves, everything
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ def make_plan(
 
     # Norms that can be computed together form one array.
     blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
-    plan = Plan(math_, rule.scope, tree.spec, blocks, axes, members)
+    plan = Plan(math_, rule.scope, blocks, axes)
+    plan.spec = tree.spec
+    plan.members = [members[label] for block in blocks for label in block.labels]
     _add_collectives(plan, rule, trees, reduction)
     if not separate:
         plan.shapes = _shapes_of_vector(plan, rule, tree)
@@ -169,7 +171,8 @@ def make_plan(
 def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
     """Return the plan of a single norm over all leaves, whatever these are, for a report."""
     math_ = NormSpace(leaf_info, mode, device, narrow=True)
-    plan = Plan(math_, all_leaves, None, [Block(((0,),), (None,))], [None], {None: [0]})
+    plan = Plan(math_, all_leaves, [Block(((0,),), (None,))], [None])
+    plan.members = [[0]]
     plan.norm_blocks = plan.blocks
     return plan
 
@@ -192,6 +195,10 @@ class Plan:
     """What is reduced over processes; ``None`` if this one has all of it."""
     shapes: list[tuple[int, ...]] | None = None
     """The shapes of the blocks, if their norms are one vector between sums and products."""
+    spec: Any = None
+    """The structure of the tree."""
+    members: list[list[int]]
+    """The leaves of each norm, absent ones too."""
     norm_blocks: list[Block]
     """The blocks of norms between sums and products."""
     sizes: Sizes | None = None
@@ -199,28 +206,18 @@ class Plan:
     counts_entries = False
     """Whether each step counts the entries of its norms."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - made in one place
-        self,
-        math_: NormSpace,
-        scope: Scope,
-        spec: Any,
-        blocks: list[Block],
-        axes: list[Axes],
-        members: Groups,
+    def __init__(
+        self, math_: NormSpace, scope: Scope, blocks: list[Block], axes: list[Axes]
     ) -> None:
         self.math = math_
         """Where its norms are computed."""
         self.scope = scope
-        self.spec = spec
-        """The structure of the tree."""
         self.blocks = blocks
         """The arrays of norms, and the groups of leaves that each has a row for."""
         self.axes = axes
         """The axes of each leaf that its norms cover, ``None`` for all."""
         self.one_norm = is_one_norm(scope)
         """Whether there is one norm for all leaves."""
-        self.members = [members[label] for block in blocks for label in block.labels]
-        """The leaves of each norm, absent ones too."""
 
         groups = [group for block in blocks for group in block.groups]
         self.order = [number for group in groups for number in group or [-1]]
@@ -267,6 +264,23 @@ class Plan:
     def count_gradients(self) -> list[Any]:
         """Return how many gradients each norm has in this process, an array for each block."""
         return [np.asarray([float(len(group)) for group in block.groups]) for block in self.blocks]
+
+    def products(
+        self, tree: OpenedTree, numbers: Sequence[int], factors: Sequence[Tensor], *, zero: bool
+    ) -> Products:
+        """Return the products of some leaves and their factors.
+
+        With ``zero`` factors of 0 make zeros of NaN and ∞, too.
+        """
+        return Products(
+            arrays=[tree.arrays[number] for number in numbers],
+            blocks=list(factors),
+            places=[self.places[number] for number in numbers],
+            axes=self.along and [self.along[number] for number in numbers],
+            shards=[tree.shard(number) for number in numbers] if tree.wrapped else None,
+            in_place=tree.in_place,
+            zero=zero,
+        )
 
     def in_numpy(self) -> Plan:
         """Return the plan of the same norms in NumPy's arrays, as they are recorded."""

@@ -415,19 +415,18 @@ def open_tree(
         If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never
         change or hold integers.
     """
-    leaves, spec = flatten_known(tree)
-    return open_leaves(leaves, spec, name, in_place=in_place, whole=whole)
+    return open_leaves(flatten_known(tree), name, in_place=in_place, whole=whole)
 
 
 def open_leaves(
-    leaves: list[Leaf],
-    spec: Spec,
+    flat: tuple[list[Leaf], Spec],
     name: str = "grads",
     *,
     in_place: bool = False,
     whole: bool = False,
 ) -> OpenedTree:
     """Do as `open_tree`, given the leaves and the structure that `flatten_known` returned."""
+    leaves, spec = flat
     # Trees whose leaves have equal signatures share a `LeafInfo`, which says what is wrapped.
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
@@ -455,7 +454,9 @@ def open_leaves(
             arrays[number] = leaf.array
 
     if leaf_info is None:
-        leaf_info = _learn_leaf_info(backend, leaves, arrays, tuple(wrapped), (name, whole))
+        with backend.computation_context():
+            leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
+        leaf_info = _keep_leaf_info(leaf_info, leaves, (name, whole))
 
     tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
     if in_place and not whole:
@@ -467,16 +468,9 @@ def open_leaves(
     return tree
 
 
-def _learn_leaf_info(
-    backend: Backend,
-    leaves: list[Leaf],
-    arrays: list[Any],
-    wrapped: tuple[int, ...],
-    purpose: tuple[str, bool],
-) -> LeafInfo:
+def _keep_leaf_info(leaf_info: LeafInfo, leaves: list[Leaf], purpose: tuple[str, bool]) -> LeafInfo:
     """Return what is known of leaves of kinds that were not met, and keep it for the next tree."""
-    with backend.computation_context():
-        leaf_info = LeafInfo(backend, arrays, wrapped)
+    backend = leaf_info.backend
     signature = backend.signature(leaves)
     # Compiled code keeps nothing: it would be compiled again for each entry of a cache.
     if signature is None:
