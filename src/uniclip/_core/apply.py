@@ -15,7 +15,8 @@ from uniclip._core.plan import Plan
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Factors, State
-from uniclip.backends.base import Products, WrappedLeaf, cast
+from uniclip.backends import replacement
+from uniclip.backends.base import Products, WrappedLeaf, cast, take
 from uniclip.report import Report, StepValues, report_of
 from uniclip.scopes import everything
 
@@ -50,7 +51,7 @@ class StepResult(NamedTuple):
     def norms(self) -> Any:
         """Return the norms as the report has them."""
         plan = self.values.plan
-        return plan.arrange([plan.math.to_library(norms) for norms in self.values.norms])
+        return plan.arrange(list(map(plan.math.to_library, self.values.norms)))
 
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
@@ -89,9 +90,9 @@ def sum_examples(
     present = tree.leaf_info.present
 
     # Many rounded examples would add up to a rounding error: they are summed in float32 or wider.
-    arrays = [tree.arrays[number] for number in present]
+    arrays = take(tree.arrays, present)
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
-    of_library = [plan.math.to_library(of_block) for of_block in factors]
+    of_library = list(map(plan.math.to_library, factors))
     products = plan.products(tree, present, of_library, zero=rule.zeroes)
     scaled = backend.scale(products._replace(arrays=wide, in_place=False))
 
@@ -142,7 +143,7 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     for number, leaf in wrapped.items():
         targets[number] = leaf.array
     zeroed = [n for n in tree.leaf_info.present if targets[n] is not tree.arrays[n]]
-    if not numbers and not zeroed:
+    if not (numbers or zeroed):
         return
 
     # An array that occurs twice counts twice in the norm, and is multiplied once.
@@ -156,11 +157,11 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
             targets[number] = _target_of(wrapped[number], single=products.is_single(row))
 
     for number in [n for n in zeroed if n not in again]:
-        backend.write(targets[number], _second, tree.arrays[number])
+        backend.write(targets[number], replacement, tree.arrays[number])
     # The products keep the order of blocks, so that those of one block are multiplied together.
     rows = [row for row, number in enumerate(numbers) if number not in again]
     if rows:
-        backend.scale(products.take(rows, [targets[numbers[row]] for row in rows]))
+        backend.scale(products.take(rows, take(targets, take(numbers, rows))))
 
     # What was multiplied in a copy goes back into its leaf.
     written = {*numbers, *zeroed} - again
@@ -174,10 +175,6 @@ def _target_of(leaf: WrappedLeaf, *, single: bool) -> Any:
     share, or that has other elements, takes the values of the array instead.
     """
     return leaf.storage if single and leaf.storage is not None else leaf.array
-
-
-def _second(_: Any, new: Any) -> Any:
-    return new
 
 
 def _check_summable(tree: OpenedTree, plan: Plan) -> None:
@@ -202,7 +199,7 @@ def _check_summable(tree: OpenedTree, plan: Plan) -> None:
             first[0] == shape[0] or first[0] is None or shape[0] is None
         )
         if not as_many:
-            places = " and ".join(tree.place(n) for n in (present[0], number))
+            places = f"{tree.place(present[0])} and {tree.place(number)}"
             msg = (
                 f"leaves need as many examples along the first axis, but {places} have the shapes "
                 f"{[first, shape]}"

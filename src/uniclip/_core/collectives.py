@@ -34,7 +34,9 @@ from uniclip.backends.base import (
     Terms,
     cast,
     in_groups,
+    kept_lengths,
     op_of,
+    take,
 )
 from uniclip.scopes import Scope
 
@@ -312,29 +314,30 @@ class Collectives:
         """
         plan = self._plan
         op = op_of(terms[0].p) if terms else "sum"
-        sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
+        sums = list(map(self._sums_of_leaves, trees, terms))
+        sources: list[OpenedTree | None] = list(trees)
         if payload.present is not None:
             # Gradients are counted as a further tree, whose leaves have the sum 1.
-            sums.append({number: np.ones(()) for number in plan.order if number >= 0})
+            sums.append(dict.fromkeys(plan.places, np.ones(())))
+            sources.append(None)
 
         # Each leaf is reduced over the processes that hold its shards, each group in one payload.
         # Which norms form a block may differ from process to process, the order of leaves does not.
-        norms = [(source, members) for source in range(len(sums)) for members in plan.members]
-        order = sorted(range(len(norms)), key=lambda row: (norms[row][0], norms[row][1][:1]))
-        addends: list[list[Any]] = [[] for _ in norms]
+        norms = sorted(enumerate(plan.members), key=lambda norm: norm[1][:1])
+        addends: list[list[Any]] = [[] for _ in range(len(norms) * len(sums))]
         extras = Payload(payload.losses, payload.unsound)
         for group in (None, *self._groups):
-            # What this process adds to each norm within the group, `None` for nothing.
             partial_sums = {}
-            for row in order:
-                source, members = norms[row]
-                tree = trees[source] if source < len(trees) else None
+            for source, tree in enumerate(sources):
                 of_leaves = self._shard_groups[0 if tree is None else source]
-                numbers = [number for number in members if of_leaves[number] == group]
-                if group is None:
-                    numbers = [number for number in numbers if number in sums[source]]
-                if numbers:
-                    partial_sums[row] = self._add_shards(tree, numbers, sums[source], op)
+                for row, members in norms:
+                    numbers = [number for number in members if of_leaves[number] == group]
+                    addend = self._add_shards(sums[source], numbers, op)
+                    # A process whose gradient is absent takes part, or others would wait for it.
+                    if addend is None and numbers and group is not None:
+                        addend = self._nothing(tree, numbers[0])
+                    if addend is not None:
+                        partial_sums[source * len(norms) + row] = addend
 
             of_group, extras = self._reduce_within(group, partial_sums, extras, op)
             for row, value in of_group.items():
@@ -366,18 +369,10 @@ class Collectives:
         extras = extras.fill(reduced[len(sent) :])
         return dict(zip(partial_sums, reduced[: len(sent)], strict=True)), extras
 
-    def _add_shards(
-        self, tree: OpenedTree | None, numbers: list[int], sums: dict[int, Any], op: Op
-    ) -> Any:
-        """Return what this process adds to a norm of some leaves within a group of processes.
-
-        ``tree`` is ``None`` for the counts of gradients.
-        """
+    def _add_shards(self, sums: dict[int, Any], numbers: list[int], op: Op) -> Any:
+        """Return what this process adds to a norm of some leaves, ``None`` if nothing."""
         addends = [sums[number] for number in numbers if number in sums]
-        if addends:
-            return self._plan.math.add(addends, op)
-        # A process whose gradient is absent takes part, or the others would wait for it.
-        return self._nothing(tree, numbers[0])
+        return self._plan.math.add(addends, op) if addends else None
 
     def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
@@ -392,12 +387,8 @@ class Collectives:
 
     def _nothing(self, tree: OpenedTree | None, number: int) -> Any:
         """Return the sums of an absent shard of a distributed leaf, or of its gradients' count."""
-        axes = self._plan.axes[number]
-        if axes is None:
-            return self._plan.math.zeros()
-        lengths = enumerate(tree.shard(number).local if tree else ())
-        kept = tuple([length for axis, length in lengths if axis not in axes])
-        return self._plan.math.zeros(kept)
+        lengths = () if tree is None else tree.shard(number).local
+        return self._plan.math.zeros(kept_lengths(lengths, self._plan.axes[number]))
 
     def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of
@@ -528,7 +519,7 @@ def _describe_choice(value: Any) -> str:
 def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
     present = tree.leaf_info.present
-    arrays = [tree.arrays[number] for number in present]
+    arrays = take(tree.arrays, present)
     shared: list[bool | int] = []
     marked = None
     if reduction.shared is not None:
@@ -538,7 +529,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
             check("what shared(path, leaf) returns", is_shared, not holds_arrays(is_shared), wanted)
             shared.append(is_shared)
 
-        marked = [bool(shared[number]) for number in present]
+        marked = list(map(bool, take(shared, present)))
 
     # A library may know where its arrays lie, and then says so itself.
     counts = plan.math.library.replicas(
@@ -553,11 +544,14 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
     if not any(shared):
         return None
     # True means all processes, whose number is known once they have agreed.
-    everywhere = [isinstance(one, (bool, np.bool_)) and bool(one) for one in shared]
-    return [
-        reduction.size if in_all else max(1, int(one))
-        for one, in_all in zip(shared, everywhere, strict=True)
-    ]
+    numbers_of_processes = []
+    for is_shared in shared:
+        count = max(1, int(is_shared))
+        if isinstance(is_shared, (bool, np.bool_)) and is_shared:
+            count = reduction.size
+        numbers_of_processes.append(count)
+
+    return numbers_of_processes
 
 
 def reduce_payload(
@@ -576,11 +570,14 @@ def reduce_payload(
         joined = np.concatenate([array.ravel() for array in local])
         vector = math_.to_library(joined.astype(np.float64, copy=False))
     else:
-        local = [math_.to_library(array) for array in local]
+        local = list(map(math_.to_library, local))
         # XLA makes one reduction of many.
         if math_.separate:
-            wide = [cast(xp, array, math_.sum_dtype) for array in local]
-            return [_reduce(math_, array, op, reduction) for array in wide]
+            reduced = []
+            for array in local:
+                wide = cast(xp, array, math_.sum_dtype)
+                reduced.append(_reduce(math_, wide, op, reduction))
+            return reduced
 
         flat = []
         for array in local:

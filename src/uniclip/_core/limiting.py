@@ -255,6 +255,21 @@ def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = 
         # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` again for each number.
         return largest if limits > largest else limits  # noqa: FURB136
 
+    limits = _check_array(plan, limits, norms)
+    checked = rule is not None and rule.limits_checked
+    if not (checked or isinstance(limits, np.ndarray)):
+        return xp.clip(limits, 0, largest)
+    # An accelerator starts a kernel for it.
+    if math_.on_device and rule is not None and rule.limit.in_range:
+        return limits
+    return math_.at_most_largest(limits)
+
+
+def _check_array(plan: Plan, limits: Any, norms: Norms) -> Any:
+    """Return limits that are an array where the norms are; raise as `_check_limits`."""
+    math_ = plan.math
+    xp = plan.math.xp
+    backend = plan.math.backend
     # A limit may be an array of another library, or lie on another device.
     if not isinstance(limits, NUMPY):
         limits = math_.read_foreign(limits)
@@ -266,14 +281,7 @@ def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = 
         wrong = xp.logical_not(limits >= 0) & xp.isfinite(norms)
         if bool(xp.any(wrong)):
             raise ValueError(_describe_negative(limits))
-
-    checked = rule is not None and rule.limits_checked
-    if not (checked or isinstance(limits, np.ndarray)):
-        return xp.clip(limits, 0, largest)
-    # An accelerator starts a kernel for it.
-    if math_.on_device and rule is not None and rule.limit.in_range:
-        return limits
-    return math_.at_most_largest(limits)
+    return limits
 
 
 def _describe_negative(limits: Any) -> str:

@@ -47,8 +47,7 @@ class NormSpace:
     """
 
     def __init__(self, leaf_info: LeafInfo, mode: int, device: Device, *, narrow: bool) -> None:
-        library = leaf_info.backend
-        self.library: Backend = library
+        self.library: Backend = leaf_info.backend
         """The backend of the gradients."""
         self.mode = mode
         """The mode of the step."""
@@ -60,9 +59,9 @@ class NormSpace:
         """Whether the step is traced: there are no values, and nothing may be kept."""
         self.on_device = mode == LIBRARY
         """Whether an accelerator has the values, and starts a kernel for each operation."""
-        self.separate = self.compiled and not library.stacks(None)
+        self.separate = self.compiled and not self.library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
-        self.backend: Backend = DEFAULT if self.host else library
+        self.backend: Backend = DEFAULT if self.host else self.library
         """The backend of norms, limits and factors."""
         self.xp: Namespace = self.backend.xp
         """Its array API namespace."""
@@ -71,11 +70,10 @@ class NormSpace:
         """Whether sums are float64."""
         self.narrow = narrow
         """Whether all squares fit into float64, in all processes."""
-        xp = library.xp
+        xp = self.library.xp
         self.sum_dtype: DType = xp.float64 if self.double else xp.float32
         """The dtype of sums, of the library."""
         self.dtypes = _norm_dtypes(leaf_info, narrow=narrow)
-        """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
         self.largest_factor = min(self.largest_norm, leaf_info.largest_factor)

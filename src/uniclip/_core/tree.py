@@ -193,7 +193,7 @@ class OpenedTree(NamedTuple):
             if unchanged and not self.is_integral(number):
                 leaves[number] = self.leaves[number]
             else:
-                leaves[number] = self._rebuild(number, arrays[number])
+                leaves[number] = self._restore_leaf(number, arrays[number])
         return leaves
 
     def find_repeated(self) -> tuple[set[int], set[int]]:
@@ -217,9 +217,9 @@ class OpenedTree(NamedTuple):
         """Write arrays that were changed in place into those leaves that they are copies of."""
         for number in numbers:
             if number in self.wrapped and self.wrapped[number].copied:
-                self._rebuild(number, self.wrapped[number].array)
+                self._restore_leaf(number, self.wrapped[number].array)
 
-    def _rebuild(self, number: int, array: Any) -> Leaf:
+    def _restore_leaf(self, number: int, array: Any) -> Leaf:
         """Return a leaf of a changed array, or write it into the leaf."""
         wrapped = self.wrapped[number]
         leaf = self.leaves[number]
@@ -459,12 +459,8 @@ def open_leaves(
         leaf_info = _keep_leaf_info(leaf_info, leaves, (name, whole))
 
     tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
-    if in_place and not whole:
-        _raise_if_integers(tree)
-    if in_place and not backend.writes:
-        # Its error says what to use for arrays that never change.
-        find_shared_storage(backend, leaves, tree.place)
-
+    if in_place:
+        _raise_if_not_writable(tree, whole=whole)
     return tree
 
 
@@ -480,15 +476,19 @@ def _keep_leaf_info(leaf_info: LeafInfo, leaves: list[Leaf], purpose: tuple[str,
     return backend.leaf_infos.setdefault((*purpose, signature), leaf_info)
 
 
-def _raise_if_integers(tree: OpenedTree) -> None:
-    """Raise if integers are to be changed in place, by a rule of norms."""
+def _raise_if_not_writable(tree: OpenedTree, *, whole: bool) -> None:
+    """Raise if leaves that never change, or integers by a rule of norms, would be changed."""
     for number in tree.wrapped:
-        if tree.is_integral(number):
+        if not whole and tree.is_integral(number):
             msg = (
                 f"{tree.place(number)} holds integers, which cannot hold what a rule of norms "
                 "makes of them"
             )
             raise TypeError(msg)
+
+    if not tree.backend.writes:
+        # Its error says what to use for arrays that never change.
+        find_shared_storage(tree.backend, tree.leaves, tree.place)
 
 
 def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> WrappedLeaf | None:

@@ -45,6 +45,7 @@ from uniclip.backends.base import (
     View,
     WrappedLeaf,
     enter_both,
+    fast_numbers,
     operand,
     same,
     stack_terms,
@@ -563,7 +564,8 @@ class _JAX(Backend[jax.Array]):
 
         # The host waits for this value only: products are dispatched asynchronously.
         [total] = _squares_on_host(arrays, [len(arrays)])
-        return fast_path_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
+        numbers = fast_numbers(math.sqrt(total), limit)
+        return fast_path_on_host(leaves, numbers, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # The buffers may be donated later.

@@ -106,16 +106,14 @@ def sum_of_squares(arrays: list[View], lengths: list[int]) -> View:
 
 def fast_path_on_host(
     leaves: list[A | None],
-    total: float,
-    limit: float,
+    numbers: tuple[float, float, float] | None,
     scale: Callable[[float], list[A] | None],
     device: Device = None,
 ) -> FastResult | None:
-    """Return the result of `Backend.fast_path` where the host reads the sum of squares.
+    """Return the result of `Backend.fast_path` where the host has the `fast_numbers` of a step.
 
     ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
     """
-    numbers = fast_numbers(math.sqrt(total), limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers
@@ -252,7 +250,7 @@ def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]
     ``None`` if these are not the first or the last axes of a contiguous array.
     """
     pairs = zip(arrays, axes, strict=True)
-    row_sums = [_sum_rows(array, along) if along else None for array, along in pairs]
+    row_sums = [_sum_along(array, along) if along else None for array, along in pairs]
 
     # One test for all: sums are nearly always in range.
     totals = [sums[0] for sums in row_sums if sums is not None]
@@ -266,7 +264,7 @@ def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]
     return [sums and np.asarray(sums[0], np.float64).reshape(sums[2]) for sums in row_sums]
 
 
-def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
+def _sum_along(array: View, axes: tuple[int, ...]) -> _RowSums | None:
     """Return ``Σx²`` along axes by BLAS or einsum, ``None`` for other dtypes and layouts."""
     if array.dtype.char not in "fd":
         return None
@@ -466,7 +464,7 @@ class _NumPy(Backend[View]):
 
         with np.errstate(all="ignore"):
             [total] = sum_of_squares(arrays, [len(arrays)])
-            return fast_path_on_host(leaves, float(total), limit, scale)
+            return fast_path_on_host(leaves, fast_numbers(math.sqrt(total), limit), scale)
 
     def sums(self, mode: int, terms: Terms) -> list[View]:
         if terms.whole:

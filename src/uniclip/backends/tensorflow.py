@@ -41,6 +41,7 @@ from uniclip.backends.base import (
     View,
     WrappedLeaf,
     enter_both,
+    fast_numbers,
     operand,
     row_slices,
     same,
@@ -302,7 +303,8 @@ class _TensorFlow(Backend[tf.Tensor]):
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
         [total] = sum_of_squares(list(map(_view_memory, tensors)), [len(tensors)])
-        return fast_path_on_host(leaves, float(total), limit, scale, self.device(tensors[0]))
+        numbers = fast_numbers(math.sqrt(total), limit)
+        return fast_path_on_host(leaves, numbers, scale, self.device(tensors[0]))
 
     def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:

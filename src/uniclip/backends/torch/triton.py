@@ -615,7 +615,7 @@ def _make_work(batch: Batch, rows: Rows, dtypes: tuple[torch.dtype, ...]) -> Wor
     return Work(
         _send_parts(batch, tables.chunks),
         _send_parts(batch, tables.tiles),
-        _send(batch, norms),
+        _copy_to_device(batch, norms),
         len(norms),
         tables.sum_count,
         bool((starts == numbers).all() and (stops - starts == 1).all()),
@@ -633,11 +633,11 @@ def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[_Vector]]) -> lis
     for dtype, tables in by_dtype.items():
         table = np.concatenate(tables)
         if len(table):
-            parts.append(Part(dtype, _send(batch, table), len(table)))
+            parts.append(Part(dtype, _copy_to_device(batch, table), len(table)))
     return parts
 
 
-def _send(batch: Batch, integers: _Vector | tuple[int, ...]) -> torch.Tensor:
+def _copy_to_device(batch: Batch, integers: _Vector | tuple[int, ...]) -> torch.Tensor:
     """Send integers to the device without a wait: from pinned memory."""
     host = torch.as_tensor(integers, dtype=torch.int64, device="cpu")
     if INTERPRETED:
@@ -658,7 +658,7 @@ def _send_addresses(batch: Batch, outputs: Sequence[torch.Tensor]) -> torch.Tens
     key = addresses, batch.device, batch.stream
     sent = _addresses.get(key)
     if sent is None:
-        sent = _send(batch, addresses)
+        sent = _copy_to_device(batch, addresses)
         with _lock:
             _reserve(len(addresses))
             if len(_addresses) >= _CACHE_SIZE:
