@@ -79,7 +79,10 @@ def zero_where_skipped(
 def _factors_of_block(rule: Choices, plan: Plan, norms: Norms, limits: float | Limits) -> Factors:
     """Return the factors of a block whose norms may be limited."""
     math_ = plan.math
-    as_array = _as_array(plan, limits, norms)
+    xp = plan.math.xp
+    dtype = norms.dtype
+    as_array: Any = xp.asarray(limits, dtype=dtype) if isinstance(limits, NUMBERS) else limits
+    as_array = cast(xp, as_array, dtype)
 
     if rule.curve is hard and math_.mode == TRACED:
         divide = _divide_by_larger if _has_reciprocal(plan, limits) else _divide_where_limited
@@ -98,7 +101,9 @@ def _divide_on_device(
 ) -> Factors | None:
     """Return the factors by half as many kernels as the curve takes, ``None`` for most curves."""
     xp = plan.math.xp
-    as_array = _as_array(plan, limits, finite_norms)
+    dtype = finite_norms.dtype
+    as_array: Any = xp.asarray(limits, dtype=dtype) if isinstance(limits, NUMBERS) else limits
+    as_array = cast(xp, as_array, dtype)
     rejects_above = isinstance(rule.curve, RejectAbove)
     if _has_reciprocal(plan, limits) and (rule.curve is hard or rejects_above):
         factors = as_array / xp.clip(finite_norms, limits, None)
@@ -109,13 +114,6 @@ def _divide_on_device(
     if rule.curve is hard:
         return _divide_where_above(xp, finite_norms, as_array)
     return None
-
-
-def _as_array(plan: Plan, limits: Any, norms: Norms) -> Any:
-    """Return limits as an array of the norms' dtype."""
-    xp = plan.math.xp
-    as_array = xp.asarray(limits, dtype=norms.dtype) if isinstance(limits, NUMBERS) else limits
-    return cast(xp, as_array, norms.dtype)
 
 
 def _has_reciprocal(plan: Plan, limits: float | Limits) -> bool:

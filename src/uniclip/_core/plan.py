@@ -152,7 +152,7 @@ def make_plan(
     blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
     plan = Plan(math_, rule.scope, blocks, axes)
     plan.spec = tree.spec
-    plan.members = [members[label] for label in _joined(blocks).labels]
+    plan.members = take(members, _joined(blocks).labels)
     _add_collectives(plan, rule, trees, reduction)
     if not separate:
         plan.shapes = _shapes_of_vector(plan, rule, tree)
@@ -430,7 +430,7 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
 
     blocks = []
     for labels in alike.values():
-        groups = tuple([present[label] for label in labels])
+        groups = tuple(take(present, labels))
         blocks.append(Block(groups, tuple(labels), _count_kept(rule.scope, tree, groups[0], axes)))
 
     return blocks
@@ -460,7 +460,7 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
     kept = kept_lengths(array.shape, axes)
 
     # To stack the norms of single entries would copy the gradients.
-    of_entries = bool(kept) and math.prod([array.shape[axis] for axis in axes]) == 1
+    of_entries = bool(kept) and math.prod(take(array.shape, axes)) == 1
     if of_entries or math.prod(kept) > MAX_STACKED_NORMS:
         return None
     return kept, backend.device(array), tree.shard(number)

@@ -36,7 +36,7 @@ from uniclip.backends import (
     tell_compilers,
 )
 from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import Axes, LeafInfo, Op, View, WrappedLeaf, cast
+from uniclip.backends.base import Axes, LeafInfo, Op, View, WrappedLeaf, cast, take
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -347,11 +347,11 @@ def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each
     # A mapping has the order of the class that stands for it: a dict is sorted.
     if isinstance(node, OrderedDict):
         keys = tuple(node)
-        return [node[key] for key in keys], _Container(OrderedDict, keys, keys), keys
+        return take(node, keys), _Container(OrderedDict, keys, keys), keys
 
     if isinstance(node, Mapping):
         keys = tuple(total_order_sorted(node))
-        return [node[key] for key in keys], _Container(dict, keys, tuple(node)), keys
+        return take(node, keys), _Container(dict, keys, tuple(node)), keys
 
     if isinstance(node, (list, tuple)):
         return list(node), _Container(list), range(len(node))
@@ -574,7 +574,7 @@ def find_shared_storage(
     """
     # Most backends can tell quickly that all leaves can be written and share nothing.
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-    storages = backend.storage([leaves[number] for number in present])
+    storages = backend.storage(take(leaves, present))
     if storages is None:
         return set()
 

@@ -307,8 +307,8 @@ class Products(NamedTuple):
         return [expand_to_leaf(backend, factor, array, axes) for factor, array, axes in terms]
 
 
-def take(values: Sequence[T] | Mapping[int, T], numbers: Iterable[int]) -> list[T]:
-    """Return the values with these numbers."""
+def take(values: Sequence[T] | Mapping[Any, T], numbers: Iterable[Any]) -> list[T]:
+    """Return the values with these numbers, or keys."""
     return [values[number] for number in numbers]
 
 

@@ -51,6 +51,7 @@ from uniclip.backends.base import (
     stack_terms,
     sum_dtype,
     sum_long_squares,
+    take,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import (
@@ -307,7 +308,7 @@ def _count_replicas(
         # Without types, an array is a shard along every axis, unless ``shared`` is true of it.
         is_copy = shared is not None and shared[number]
         same_along = sizes.keys() if is_copy else sizes.keys() - axes - set(untyped)
-        counts.append(math.prod([sizes[name] for name in same_along]))
+        counts.append(math.prod(take(sizes, same_along)))
     return counts
 
 

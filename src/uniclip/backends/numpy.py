@@ -38,6 +38,7 @@ from uniclip.backends.base import (
     power_sum,
     row_slices,
     stack_terms,
+    take,
 )
 
 WIDE = 4
@@ -362,8 +363,8 @@ def _layout_along(shape: tuple[int, ...], axes: tuple[int, ...]) -> _Layout | No
     if not axes or not kept or 0 in shape:
         return None
 
-    lengths = tuple([shape[axis] for axis in kept])
-    covered = math.prod([shape[axis] for axis in axes])
+    lengths = tuple(take(shape, kept))
+    covered = math.prod(take(shape, axes))
     # A length without a remainder saves a second sum.
     divisors = (n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0)
     rows = (*kept, *axes)
