@@ -42,16 +42,12 @@ def compute_factors(
         return [plan.math.xp.ones_like(norms) for norms in measured.norms]
 
     finite_norms: Any = measured.finite_norms
-    factors: list[Any] = []
+    factors = []
     for norms, finite, of_block in zip(measured.norms, finite_norms, limits, strict=True):
-        factor = None
         if isinstance(of_block, NUMBERS) and of_block >= plan.math.largest_norm and not bounded:
-            factor = plan.math.xp.ones_like(norms) + (norms - norms)
-        elif plan.math.on_device:
-            factor = _divide_on_device(rule, plan, finite, of_block)
-        if factor is None:
-            factor = _factors_of_block(rule, plan, norms, of_block)
-        factors.append(factor)
+            factors.append(plan.math.xp.ones_like(norms) + (norms - norms))
+        else:
+            factors.append(_factors_of_block(rule, plan, norms, finite, of_block))
 
     return factors
 
@@ -76,50 +72,40 @@ def zero_where_skipped(
     return zeroed
 
 
-def _factors_of_block(rule: Choices, plan: Plan, norms: Norms, limits: float | Limits) -> Factors:
+def _factors_of_block(
+    rule: Choices, plan: Plan, norms: Norms, finite_norms: Norms, limits: float | Limits
+) -> Factors:
     """Return the factors of a block whose norms may be limited."""
     math_ = plan.math
     xp = plan.math.xp
-    dtype = norms.dtype
-    as_array: Any = xp.asarray(limits, dtype=dtype) if isinstance(limits, NUMBERS) else limits
-    as_array = cast(xp, as_array, dtype)
+    # Compilers turn a division by a constant into a product with its reciprocal. A subnormal
+    # reciprocal may be flushed to 0.
+    is_number = isinstance(limits, NUMBERS)
+    has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
+    as_array: Any = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
+    as_array = cast(xp, as_array, norms.dtype)
 
     if rule.curve is hard and math_.mode == TRACED:
-        divide = _divide_by_larger if _has_reciprocal(plan, limits) else _divide_where_limited
+        divide = _divide_by_larger if has_reciprocal else _divide_where_limited
         return math_.backend.fast_values(divide, _hard)(norms, as_array)
 
-    factors = _ask_curve(rule, plan, norms, as_array) + (norms - norms)
-    # `hard` propagates the NaN of a limit. The limits of uniclip are numbers if the norms are.
-    checked = rule.limits_checked and rule.constant is None
-    if isinstance(limits, NUMBERS) or rule.curve is hard or checked:
-        return factors
-    return factors + (as_array - as_array)
-
-
-def _divide_on_device(
-    rule: Choices, plan: Plan, finite_norms: Norms, limits: float | Limits
-) -> Factors | None:
-    """Return the factors by half as many kernels as the curve takes, ``None`` for most curves."""
-    xp = plan.math.xp
-    dtype = finite_norms.dtype
-    as_array: Any = xp.asarray(limits, dtype=dtype) if isinstance(limits, NUMBERS) else limits
-    as_array = cast(xp, as_array, dtype)
+    # On an accelerator each operation starts a kernel, and these formulas need half as many.
     rejects_above = isinstance(rule.curve, RejectAbove)
-    if _has_reciprocal(plan, limits) and (rule.curve is hard or rejects_above):
+    if math_.on_device and has_reciprocal and (rule.curve is hard or rejects_above):
         factors = as_array / xp.clip(finite_norms, limits, None)
         if isinstance(rule.curve, RejectAbove):
             factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
         return factors
 
-    if rule.curve is hard:
+    if math_.on_device and rule.curve is hard:
         return _divide_where_above(xp, finite_norms, as_array)
-    return None
 
-
-def _has_reciprocal(plan: Plan, limits: float | Limits) -> bool:
-    """Return whether limits are a number whose reciprocal is a normal number."""
-    # A compiler divides by a constant as it multiplies by its reciprocal.
-    return isinstance(limits, NUMBERS) and 0 < limits <= plan.math.largest_norm / 4
+    factors = _ask_curve(rule, plan, norms, as_array) + (norms - norms)
+    # `hard` propagates the NaN of a limit. The limits of uniclip are numbers if the norms are.
+    checked = rule.limits_checked and rule.constant is None
+    if is_number or rule.curve is hard or checked:
+        return factors
+    return factors + (as_array - as_array)
 
 
 def _hard(xp: Namespace, norm: Norms, limit: Limits) -> Factors:

@@ -74,22 +74,19 @@ def _ask_limit(
         states = [state] if len(norms) == 1 else state
 
     contexts = _make_contexts(plan, measured, limit.needs)
-    answers = []
-    for context, old in zip(contexts, states, strict=True):
-        answers.append(_ask_about_block(rule, plan, context, old))
-
     limits = []
-    for (of_block, _), context in zip(answers, contexts, strict=True):
+    new_states = []
+    for context, old in zip(contexts, states, strict=True):
+        of_block, new = _ask_about_block(rule, plan, context, old)
         limits.append(_check_limits(plan, of_block, context.norms, rule))
+        new_states.append(new)
 
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
-        thresholds = []
-        for context, of_block in zip(contexts, limits, strict=True):
-            checked = _check_threshold(plan, context, of_block, in_range=limit.in_range)
-            thresholds.append(checked)
+        check = partial(_check_threshold, plan, in_range=limit.in_range)
+        thresholds = list(map(check, contexts, limits))
 
-    return limits, thresholds, _join_states(limit, state, states, [new for _, new in answers])
+    return limits, thresholds, _join_states(limit, state, states, new_states)
 
 
 def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> list[Context]:

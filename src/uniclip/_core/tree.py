@@ -599,9 +599,7 @@ def find_shared_storage(
         if view is not None and view.size:
             views[number] = view
 
-    for number in _find_equal_views(views, where):
-        repeated.add(number)
-    return repeated
+    return repeated | _find_equal_views(views, where)
 
 
 def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> set[int]:

@@ -379,7 +379,7 @@ class Recorder:
         for name, scalar in scalars.items():
             row[name] = _to_float(scalar)
         if step.leaves is not None:
-            norms = [_to_float(norm) for norm in step.leaves]
+            norms = list(map(_to_float, step.leaves))
             row["leaves"] = dict(zip(step.labels or (), norms, strict=True))
         for name, number in step.numbers.items():
             row[name] = _to_float(number)

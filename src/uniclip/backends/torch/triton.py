@@ -799,11 +799,8 @@ def _sum_launches(work: Work, addresses: torch.Tensor, partial_sums: torch.Tenso
     return _launches(sum_chunks, work.chunks, (addresses, partial_sums), SUM_PARAMETERS)
 
 
-def _scale_launches(
-    work: Work, addresses: torch.Tensor, to_outputs: int, factors: torch.Tensor, *, zero: bool
-) -> list[Launch]:
+def _scale_launches(work: Work, arguments: tuple[Any, ...], *, zero: bool) -> list[Launch]:
     """Return the launches that multiply chunks and tiles."""
-    arguments = (addresses, to_outputs, factors)
     chunks = _launches(scale_chunks, work.chunks, arguments, {"ZERO": zero, **SCALE_PARAMETERS})
     tiles = _launches(scale_rows, work.tiles, arguments, {"ZERO": zero, **ROWS_PARAMETERS})
     return chunks + tiles
@@ -844,7 +841,7 @@ def clip(
         return [
             *_sum_launches(work, addresses, partial_sums),
             Launch(find_factor, 1, arguments, NORM_PARAMETERS),
-            *_scale_launches(work, addresses, to_outputs, factor_and_norm, zero=False),
+            *_scale_launches(work, (addresses, to_outputs, factor_and_norm), zero=False),
         ]
 
     rows = Rows(_lengths(arrays))
@@ -1031,7 +1028,7 @@ def scale(products: Products) -> Sequence[torch.Tensor] | None:
     factors = _flat(products.blocks)
 
     def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
-        return _scale_launches(work, addresses, to_outputs, factors, zero=products.zero)
+        return _scale_launches(work, (addresses, to_outputs, factors), zero=products.zero)
 
     rows = Rows(shape.widths, shape.heights, first_norms)
     return _run_changes(batch, rows, in_place=products.in_place, launches=launches)
