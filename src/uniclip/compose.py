@@ -107,7 +107,7 @@ class Chain(BaseRule):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"uc.chain({', '.join(show(rule) for rule in self.rules)})"
+        return f"uc.chain({', '.join(map(show, self.rules))})"
 
     @property
     def stateful(self) -> bool:

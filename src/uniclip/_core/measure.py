@@ -103,9 +103,9 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
         if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
             return measured
 
-        reduced = None if exchange is None else exchange.finish()
+        reduced = Payload() if exchange is None else exchange.finish()
         present = None
-        if reduced is not None and reduced.present is not None:
+        if reduced.present is not None:
             present = math_.as_norms([count > 0 for count in reduced.present])
         return measured._replace(
             present=present,
@@ -126,8 +126,9 @@ def _measure_norms(
     # A mean, such as RMS, divides by a power of the number of entries.
     sizes = plan.sizes
     if plan.counts_entries:
-        reduced = None if exchange is None else exchange.finish().sizes
-        counts = count_entries(plan, tree) if reduced is None else reduced
+        counts = None if exchange is None else exchange.finish().sizes
+        if counts is None:
+            counts = count_entries(plan, tree)
         sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
 
     if sizes is not None and rule.norm.size_power:
@@ -183,13 +184,14 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
 
 
 def _are_entries_finite(
-    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload | None
+    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload
 ) -> Flags | None:
     """Return whether all entries are finite, ``None`` if nobody has looked at them."""
     if rule.nonfinite != "zero":
         return None
-    if reduced is not None:
-        return None if reduced.unsound is None else reduced.unsound[0] < 1
+    if reduced.unsound is not None:
+        return reduced.unsound[0] < 1
+    # The host sees them in the norms.
     if plan.math.host:
         return None
     return _count_nonfinite(plan, original) < 1
@@ -210,7 +212,7 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     return plan.math.add(counts, "sum")
 
 
-def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload | None) -> Tensor | None:
+def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload) -> Tensor | None:
     """Return the loss of a step where the norms are, the mean of all processes.
 
     ``None`` if there is none, or the limit needs none.
@@ -220,8 +222,8 @@ def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload | None) -> Tenso
     loss = inputs.step.loss
     math_ = plan.math
     library = plan.math.library
-    if reduced is not None and reduced.losses is not None:
-        loss = mean_loss(library, loss, [math_.to_library(total) for total in reduced.losses])
+    if reduced.losses is not None:
+        loss = mean_loss(library, loss, list(map(math_.to_library, reduced.losses)))
     elif isinstance(loss, Loss):
         loss = loss.mean
 

@@ -389,8 +389,7 @@ def _check_labels(
         return
 
     # With absent leaves, the same label for all that are left is no sign of a mistake.
-    complete = reduction is None and len(tree.leaf_info.present) == len(tree.leaves)
-    if complete:
+    if reduction is None and len(tree.leaf_info.present) == len(tree.leaves):
         answers: list[Any] = []
         for answer, numbers in members.items():
             answers += [answer] * len(numbers)

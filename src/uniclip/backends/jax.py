@@ -636,7 +636,7 @@ class _JAX(Backend[jax.Array]):
             double = any(array.dtype in _DOUBLE for array in arrays)
             dtype = np.float64 if double else np.float32
             return np.asarray(factors, dtype)
-        if any([jnp.iscomplexobj(array) for array in arrays]):
+        if any(map(jnp.iscomplexobj, arrays)):
             return None
         operands = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
         if not _can_share_a_call(operands):

@@ -244,7 +244,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         return tuple([None if leaf is None else _format_of(leaf) for leaf in leaves])
 
     def array_facts(self, arrays: list[tf.Tensor]) -> ArrayFacts:
-        traced = any([tf.is_symbolic_tensor(array) for array in arrays])
+        traced = any(map(tf.is_symbolic_tensor, arrays))
         reads = not traced and all(["CPU" in array.device for array in arrays])
         return ArrayFacts(traced, reads, records=True, double=True)
 
@@ -295,7 +295,7 @@ class _TensorFlow(Backend[tf.Tensor]):
             return None
 
         tensors = [leaf for leaf in leaves if leaf is not None]
-        if not tensors or not all([_is_float32_on_cpu(tensor) for tensor in tensors]):
+        if not tensors or not all(map(_is_float32_on_cpu, tensors)):
             return None
 
         def scale(factor: float) -> list[tf.Tensor]:
