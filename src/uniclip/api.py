@@ -13,6 +13,7 @@ from typing import Any
 
 from uniclip._core.apply import LIMIT_FOR_EACH_LAYER, sum_examples
 from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.measure import StepInputs
 from uniclip._core.step import run_general_step, run_step
 from uniclip._core.tree import open_tree
 from uniclip._errors import LIMIT, nonnegatives, real, summarize
@@ -188,10 +189,10 @@ def clip_and_sum(
     update = "clipped, state, report = rule.update(grads, state), and sum the clipped gradients"
     _check_stateless(rule, update)
 
-    # Not `run_step`: the fast path has one norm for all examples together.
-    tree = open_tree(grads)
+    # The fast path knows no examples.
     step = Step(params, all_reduce, shared=shared)
-    result = run_general_step(rule, tree, _NO_STATE, step, rule.constant, apply=sum_examples)
+    inputs = StepInputs(rule, [open_tree(grads)], step, _NO_STATE, rule.constant)
+    result = run_general_step(inputs, apply=sum_examples)
     return result.clipped(), result.report()
 
 

@@ -30,7 +30,7 @@ from uniclip._errors import (
 from uniclip._types import Array, DType, Namespace, Number, Path, Step, T, Tensor, Tree
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import broadcasts, from_numpy, known_ordered, same_shape
-from uniclip.backends.base import cast, fill_places
+from uniclip.backends.base import cast, fill_places, take
 from uniclip.limits import NoState
 from uniclip.report import ChainReport, Report, without_skip
 from uniclip.rule import BaseRule, Rule, take_step
@@ -107,7 +107,7 @@ class Chain(BaseRule):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"uc.chain({', '.join(show(rule) for rule in self.rules)})"
+        return f"uc.chain({', '.join(map(show, self.rules))})"
 
     @property
     def stateful(self) -> bool:
@@ -276,7 +276,7 @@ class EachArray(BaseRule):
                     array = opened.arrays[number]
                     _with_place(opened.place, number, self._raise_if_rows, array)
 
-            changed = self._change_all(opened, [opened.arrays[number] for number in numbers])
+            changed = self._change_all(opened, take(opened.arrays, numbers))
             if changed is None:
                 return self._change_each(opened, numbers), state, Report()
             if not step.in_place:

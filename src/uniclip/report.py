@@ -21,7 +21,7 @@ from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import summarize
 from uniclip._types import Flags, Tree
 from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of, outlives
-from uniclip.backends.base import NODES, NUMPY, stack_arrays
+from uniclip.backends.base import NODES, NUMPY, stack_arrays, take
 
 NORM = "clip/norm"
 LIMIT = "clip/limit"
@@ -247,7 +247,7 @@ class LazyReport(Report):
         if self._values is not None:
             return LazyReport(self._values._replace(skipped=None))
         fields = {**self._fields, "skipped": None}
-        return LazyReport(None, [fields[name] for name in FIELDS])
+        return LazyReport(None, take(fields, FIELDS))
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule.
@@ -523,7 +523,7 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
             by_class.setdefault(type(array), []).append(number)
 
     for numbers in by_class.values():
-        alike = [arrays[number] for number in numbers]
+        alike = take(arrays, numbers)
         # A flag is no gradient: `backend_of` finds its library, and says that it is none.
         backend_of(alike[0])
         backend = BACKEND_CACHE.get(type(alike[0]))

@@ -235,7 +235,7 @@ def renamed(
 
 def names_of(state: Any) -> list[str]:
     """Return a name for each array of a state: the fields, keys and indices that lead to it."""
-    return [_name_of_path(path) for path in optree.tree_accessors(state)]
+    return list(map(_name_of_path, optree.tree_accessors(state)))
 
 
 def to_saved(
@@ -412,7 +412,7 @@ def _check_format(saved: object) -> None:
 def _fill_state(rule: BaseRule, values: Mapping[str, Tensor], like: Any) -> Any:
     """Return the numbers of a saved state in arrays like those of a state."""
     paths, arrays, spec = optree.tree_flatten_with_accessor(like)
-    names = [_name_of_path(path) for path in paths]
+    names = list(map(_name_of_path, paths))
     if set(names) != set(values):
         msg = (
             f"the saved state has {sorted(values)}, but a state of {summarize(rule)} has "

@@ -15,7 +15,8 @@ from uniclip._core.plan import Plan
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Factors, State
-from uniclip.backends.base import Products, WrappedLeaf, cast
+from uniclip.backends import replacement
+from uniclip.backends.base import Products, WrappedLeaf, cast, take
 from uniclip.report import Report, StepValues, report_of
 from uniclip.scopes import everything
 
@@ -52,7 +53,7 @@ class StepResult(NamedTuple):
     def norms(self) -> Any:
         """Return the norms as the report has them."""
         plan = self.values.plan
-        return plan.arrange([plan.math.to_library(norms) for norms in self.values.norms])
+        return plan.arrange(list(map(plan.math.to_library, self.values.norms)))
 
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
@@ -65,7 +66,7 @@ def scale_leaves(
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
     # Most steps clip nothing: a leaf whose factor is 1 is not read, and is returned as it is.
     changed = _find_changed(plan, factors)
-    products = _make_products(rule, tree, plan, changed, factors)
+    products = plan.products(tree, changed, factors, zero=rule.zeroes)
     if tree.in_place:
         multiply_in_place(tree, changed, products)
         return tree.leaves
@@ -90,11 +91,11 @@ def sum_examples(
     xp = tree.backend.xp
     present = tree.leaf_info.present
 
-    # The rounding errors of many float16 examples would add up, so they are summed in float32.
-    arrays = [tree.arrays[number] for number in present]
+    # Many rounded examples would add up to a rounding error: they are summed in float32 or wider.
+    arrays = take(tree.arrays, present)
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
-    of_library = [plan.math.to_library(of_block) for of_block in factors]
-    products = _make_products(rule, tree, plan, present, of_library)
+    of_library = list(map(plan.math.to_library, factors))
+    products = plan.products(tree, present, of_library, zero=rule.zeroes)
     scaled = backend.scale(products._replace(arrays=wide, in_place=False))
 
     leaves: list[Any] = [None] * len(tree.leaves)
@@ -133,25 +134,6 @@ def _find_changed(plan: Plan, factors: Sequence[Factors]) -> list[int]:
     return changed
 
 
-def _make_products(
-    rule: Choices,
-    tree: OpenedTree,
-    plan: Plan,
-    numbers: Sequence[int],
-    factors: Sequence[Factors],
-) -> Products:
-    """Return the products of some leaves and their factors."""
-    return Products(
-        arrays=[tree.arrays[number] for number in numbers],
-        blocks=list(factors),
-        places=[plan.places[number] for number in numbers],
-        axes=plan.along and [plan.along[number] for number in numbers],
-        shards=[tree.shard(number) for number in numbers] if tree.wrapped else None,
-        in_place=tree.in_place,
-        zero=rule.zeroes,
-    )
-
-
 def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Products) -> None:
     """Multiply some leaves in place, each storage once.
 
@@ -163,7 +145,7 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     for number, leaf in wrapped.items():
         targets[number] = leaf.array
     zeroed = [n for n in tree.leaf_info.present if targets[n] is not tree.arrays[n]]
-    if not numbers and not zeroed:
+    if not (numbers or zeroed):
         return
 
     # An array that occurs twice counts twice in the norm. Multiplied twice, it would be scaled by
@@ -178,11 +160,11 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
             targets[number] = _target_of(wrapped[number], single=products.is_single(row))
 
     for number in [n for n in zeroed if n not in again]:
-        backend.write(targets[number], _second, tree.arrays[number])
+        backend.write(targets[number], replacement, tree.arrays[number])
     # The products keep the order of blocks, so that those of one block are multiplied together.
     rows = [row for row, number in enumerate(numbers) if number not in again]
     if rows:
-        backend.scale(products.take(rows, [targets[numbers[row]] for row in rows]))
+        backend.scale(products.take(rows, take(targets, take(numbers, rows))))
 
     # Copies that were multiplied are written back into their leaves.
     written = {*numbers, *zeroed} - again
@@ -196,10 +178,6 @@ def _target_of(leaf: WrappedLeaf, *, single: bool) -> Any:
     storage that other leaves share.
     """
     return leaf.storage if single and leaf.storage is not None else leaf.array
-
-
-def _second(_: Any, new: Any) -> Any:
-    return new
 
 
 def _check_summable(tree: OpenedTree, plan: Plan) -> None:
@@ -224,7 +202,7 @@ def _check_summable(tree: OpenedTree, plan: Plan) -> None:
             first[0] == shape[0] or first[0] is None or shape[0] is None
         )
         if not as_many:
-            places = " and ".join(tree.place(n) for n in (present[0], number))
+            places = f"{tree.place(present[0])} and {tree.place(number)}"
             msg = (
                 f"leaves need equal numbers of examples along the first axis, but {places} have "
                 f"the shapes {[first, shape]}"

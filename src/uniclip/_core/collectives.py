@@ -35,7 +35,9 @@ from uniclip.backends.base import (
     Terms,
     cast,
     in_groups,
+    kept_lengths,
     op_of,
+    take,
 )
 from uniclip.scopes import Scope
 
@@ -326,27 +328,30 @@ class Collectives:
         """
         plan = self._plan
         op = op_of(terms[0].p) if terms else "sum"
-        sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
+        sums = list(map(self._sums_of_leaves, trees, terms))
+        sources: list[OpenedTree | None] = list(trees)
         if payload.present is not None:
-            # To count gradients, add a further tree in which the sum of each leaf is 1.
-            sums.append({number: np.ones(()) for number in plan.order if number >= 0})
+            # Gradients are counted as a further tree, whose leaves have the sum 1.
+            sums.append(dict.fromkeys(plan.places, np.ones(())))
+            sources.append(None)
 
-        # Leaves are sharded over different groups of processes, and one reduction for each group is
-        # enough. Processes may put norms into different blocks, as gradients may be absent in some:
-        # the order of leaves, which they share, lines up what they send.
-        norms = [(source, members) for source in range(len(sums)) for members in plan.members]
-        order = sorted(range(len(norms)), key=lambda row: (norms[row][0], norms[row][1][:1]))
-        addends: list[list[Any]] = [[] for _ in norms]
+        # Each leaf is reduced over the processes that hold its shards, each group in one payload.
+        # Which norms form a block may differ from process to process, the order of leaves does not.
+        norms = sorted(enumerate(plan.members), key=lambda norm: norm[1][:1])
+        addends: list[list[Any]] = [[] for _ in range(len(norms) * len(sums))]
         extras = Payload(payload.losses, payload.nonfinite_arrays)
         for group in (None, *self._groups):
-            # What this process adds to each norm within the group, by the row of the norm.
             partial_sums = {}
-            for row in order:
-                source, members = norms[row]
-                tree = trees[source] if source < len(trees) else None
-                value = self._add_shards(group, tree, source, sums[source], members, op)
-                if value is not None:
-                    partial_sums[row] = value
+            for source, tree in enumerate(sources):
+                of_leaves = self._shard_groups[0 if tree is None else source]
+                for row, members in norms:
+                    numbers = [number for number in members if of_leaves[number] == group]
+                    addend = self._add_shards(sums[source], numbers, op)
+                    # A process whose gradient is absent takes part, or others would wait for it.
+                    if addend is None and numbers and group is not None:
+                        addend = self._zeros_of(tree, numbers[0])
+                    if addend is not None:
+                        partial_sums[source * len(norms) + row] = addend
 
             of_group, extras = self._reduce_within(group, partial_sums, extras, op)
             for row, value in of_group.items():
@@ -380,28 +385,10 @@ class Collectives:
         extras = extras.fill(reduced[len(sent) :])
         return dict(zip(partial_sums, reduced[: len(sent)], strict=True)), extras
 
-    def _add_shards(  # noqa: PLR0913, PLR0917 - called in one place
-        self,
-        group: ShardGroup | None,
-        tree: OpenedTree | None,
-        source: int,
-        sums: dict[int, Any],
-        members: Sequence[int],
-        op: Op,
-    ) -> Any:
-        """Return what this process adds to a norm within a group of processes, ``None`` if nothing.
-
-        ``tree`` is ``None`` for the counts of gradients.
-        """
-        of_leaves = self._shard_groups[0 if tree is None else source]
-        numbers = [number for number in members if of_leaves[number] == group]
-        here = [sums[number] for number in numbers if number in sums]
-        if here:
-            return self._plan.math.add(here, op)
-        # A process whose gradient is absent sends zeros, or the others would wait for it.
-        if numbers and group is not None:
-            return self._zeros_of(tree, numbers[0])
-        return None
+    def _add_shards(self, sums: dict[int, Any], numbers: list[int], op: Op) -> Any:
+        """Return what this process adds to a norm of some leaves, ``None`` if nothing."""
+        addends = [sums[number] for number in numbers if number in sums]
+        return self._plan.math.add(addends, op) if addends else None
 
     def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
         """Return the sums of each leaf, by its number."""
@@ -415,13 +402,9 @@ class Collectives:
         return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
 
     def _zeros_of(self, tree: OpenedTree | None, number: int) -> Any:
-        """Return zeros in the shape of the sums of an absent leaf, or of its gradients' count."""
-        axes = self._plan.axes[number]
-        if axes is None:
-            return self._plan.math.zeros()
-        lengths = enumerate(tree.shard(number).local if tree else ())
-        kept = tuple([length for axis, length in lengths if axis not in axes])
-        return self._plan.math.zeros(kept)
+        """Return the sums of an absent shard of a distributed leaf, or of its gradients' count."""
+        lengths = () if tree is None else tree.shard(number).local
+        return self._plan.math.zeros(kept_lengths(lengths, self._plan.axes[number]))
 
     def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
         """Return flags, each true only if it is true in all processes.
@@ -557,7 +540,7 @@ def _describe_choice(value: Any) -> str:
 def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if no leaf has replicas."""
     present = tree.leaf_info.present
-    arrays = [tree.arrays[number] for number in present]
+    arrays = take(tree.arrays, present)
     shared: list[bool | int] = []
     marked = None
     if reduction.shared is not None:
@@ -567,7 +550,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
             check("what shared(path, leaf) returns", is_shared, not holds_arrays(is_shared), wanted)
             shared.append(is_shared)
 
-        marked = [bool(shared[number]) for number in present]
+        marked = list(map(bool, take(shared, present)))
 
     # In JAX, for example, the type of an array says along which axes it is replicated.
     counts = plan.math.library.replicas(
@@ -581,12 +564,15 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
 
     if not any(shared):
         return None
-    # `True` stands for all processes, which `Reduction.agree` has counted.
-    everywhere = [isinstance(one, (bool, np.bool_)) and bool(one) for one in shared]
-    return [
-        reduction.size if in_all else max(1, int(one))
-        for one, in_all in zip(shared, everywhere, strict=True)
-    ]
+    # True means all processes, whose number is known once they have agreed.
+    numbers_of_processes = []
+    for is_shared in shared:
+        count = max(1, int(is_shared))
+        if isinstance(is_shared, (bool, np.bool_)) and is_shared:
+            count = reduction.size
+        numbers_of_processes.append(count)
+
+    return numbers_of_processes
 
 
 def reduce_payload(
@@ -606,11 +592,14 @@ def reduce_payload(
         concatenated = np.concatenate([array.ravel() for array in local])
         vector = math_.to_library(concatenated.astype(np.float64, copy=False))
     else:
-        local = [math_.to_library(array) for array in local]
-        # XLA combines many reductions into one by itself.
+        local = list(map(math_.to_library, local))
+        # XLA makes one reduction of many.
         if math_.separate:
-            wide = [cast(xp, array, math_.sum_dtype) for array in local]
-            return [_reduce(math_, array, op, reduction) for array in wide]
+            reduced = []
+            for array in local:
+                wide = cast(xp, array, math_.sum_dtype)
+                reduced.append(_reduce(math_, wide, op, reduction))
+            return reduced
 
         flat = []
         for array in local:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from uniclip._core.limiting import NUMBERS, raise_if_numpy
-from uniclip._core.measure import Measured
+from uniclip._core.measure import Measured, StepInputs
 from uniclip._core.plan import Plan
 from uniclip._errors import summarize
 from uniclip._types import Factors, Flags, Limits, Namespace, Norms
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def compute_factors(
-    rule: Choices, plan: Plan, measured: Measured, limits: Sequence[Any], constant: Any
+    plan: Plan, inputs: StepInputs, measured: Measured, limits: Sequence[Any]
 ) -> list[Any]:
     """Return the curve's factors for each block.
 
@@ -32,8 +32,9 @@ def compute_factors(
     is that of the norms' and the leaves' dtypes. A limit equal to the largest number of the norms'
     dtype limits nothing. With a constant limit of ∞ the factor is 1 even for a norm of NaN.
     """
-    # Not `constant == math.inf`: a compiler that knows the limit as a symbol takes that for false.
-    # `RejectAbove` compares norms with its own bound, whatever the limit is.
+    rule = inputs.rule
+    constant = inputs.constant
+    # To a compiler no symbol is ∞. A bound on norms holds whatever the limit is.
     bounded = isinstance(rule.curve, RejectAbove)
     only_measures = isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded
     if only_measures:
@@ -51,18 +52,16 @@ def compute_factors(
 
 
 def zero_where_skipped(
-    rule: Choices,
-    plan: Plan,
-    measured: Measured,
-    factors: Sequence[Factors],
-    step_finite: Flags | None,
+    plan: Plan, measured: Measured, factors: Sequence[Factors], step_finite: Flags | None
 ) -> list[Any]:
-    """Return the factors, 0 for norms that are not finite; with ``"skip"``, for such steps."""
+    """Return the factors with 0 for a step that is not finite, or for such norms if the policy is
+    not ``"skip"``, without ``step_finite``.
+    """
     math_ = plan.math
     finite_norms: Any = measured.finite_norms
     zeroed = []
     for norms, finite, of_block in zip(measured.norms, finite_norms, factors, strict=True):
-        if rule.nonfinite == "skip":
+        if step_finite is not None:
             kept = math_.backend.to_device_of(norms, step_finite)
         else:
             kept = math_.each_finite(norms, finite)

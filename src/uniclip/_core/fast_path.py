@@ -21,7 +21,15 @@ from uniclip._core.plan import plan_of_one_norm
 from uniclip._core.tree import OpenedTree
 from uniclip._types import State, Step
 from uniclip.backends import Backend
-from uniclip.backends.base import HOST, LIBRARY, FastResult, LeafInfo, fast_numbers, products_by
+from uniclip.backends.base import (
+    HOST,
+    LIBRARY,
+    FastResult,
+    LeafInfo,
+    fast_numbers,
+    products_by,
+    take,
+)
 from uniclip.report import LazyReport, Report, StepValues
 
 if TYPE_CHECKING:
@@ -81,7 +89,7 @@ def run_fast_path_on_storage(
         norm, limit, factor = numbers
         if factor != 1:
             present = tree.leaf_info.present
-            arrays = [tree.arrays[number] for number in present]
+            arrays = take(tree.arrays, present)
             multiply_in_place(tree, present, products_by(arrays, factor, in_place=True))
 
         return FastResult(norm, limit, factor, tree.leaves, tree.leaf_info.device)
@@ -133,5 +141,7 @@ def _values_of(backend: Backend, numbers: FastResult) -> StepValues:
         return StepValues(plan, norms, limits, factors)
 
     plan = plan_of_one_norm(leaf_info, LIBRARY, numbers.device)
-    norms, factors = [[backend.xp.reshape(x, (1,))] for x in (norm, numbers.factor)]
+    reshape = backend.xp.reshape
+    norms = [reshape(norm, (1,))]
+    factors = [reshape(numbers.factor, (1,))]
     return StepValues(plan, norms, [numbers.limit], factors)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from uniclip._core.measure import Measured, zero_norms
+from uniclip._core.measure import Measured, StepInputs, zero_norms
 from uniclip._core.plan import Plan, raise_if_rows
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import real, summarize
@@ -44,29 +44,32 @@ def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def find_limits(  # noqa: PLR0913, PLR0917 - called in one place
-    rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any, constant: Any
+def find_limits(
+    plan: Plan, inputs: StepInputs, measured: Measured
 ) -> tuple[list[Any], list[Any] | None, Any]:
     """Return the limits of each block (numbers or arrays), the thresholds or ``None``, and the next
     state.
     """
-    if tree.wrapped:
-        _raise_if_limits_by_row(rule, plan, tree, constant)
+    constant = inputs.constant
+    if inputs.trees[0].wrapped:
+        _raise_if_limits_by_row(inputs.rule, plan, inputs.trees[0], constant)
     if constant is None:
-        return _ask_limit(rule, plan, tree, measured, state)
+        return _ask_limit(plan, inputs, measured)
     finite_norms: Any = measured.finite_norms
-    limits = [_check_limits(plan, constant, norms, checked=False) for norms in finite_norms]
-    return limits, None, state
+    limits = [_check_limits(plan, constant, norms) for norms in finite_norms]
+    return limits, None, inputs.state
 
 
 def _ask_limit(
-    rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured, state: Any
+    plan: Plan, inputs: StepInputs, measured: Measured
 ) -> tuple[list[Any], list[Any] | None, Any]:
-    """Do as `find_limits` for a limit that is not constant."""
+    """Return what `find_limits` returns, for a limit that is no constant."""
+    rule = inputs.rule
     limit = rule.limit
+    state = inputs.state
     norms: Any = measured.finite_norms
     # A step without gradients changes no state.
-    if limit.stateful and not tree.leaf_info.present and plan.collectives is None:
+    if limit.stateful and not inputs.trees[0].leaf_info.present and plan.collectives is None:
         return [math.inf] * len(norms), None, state
     states = [state] * len(norms)
     if limit.stateful:
@@ -74,24 +77,19 @@ def _ask_limit(
         states = [state] if len(norms) == 1 else state
 
     contexts = _make_contexts(plan, measured, limit.needs)
-    answers = [
-        _ask_about_block(rule, plan, context, old)
-        for context, old in zip(contexts, states, strict=True)
-    ]
-    limits = [
-        _check_limits(
-            plan, of_block, context.norms, checked=rule.limits_checked, in_range=limit.in_range
-        )
-        for (of_block, _), context in zip(answers, contexts, strict=True)
-    ]
+    limits = []
+    new_states = []
+    for context, old in zip(contexts, states, strict=True):
+        of_block, new = _ask_about_block(rule, plan, context, old)
+        limits.append(_check_limits(plan, of_block, context.norms, rule))
+        new_states.append(new)
+
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
-        thresholds = [
-            _check_threshold(plan, context, of_block, in_range=limit.in_range)
-            for context, of_block in zip(contexts, limits, strict=True)
-        ]
+        check = partial(_check_threshold, plan, in_range=limit.in_range)
+        thresholds = list(map(check, contexts, limits))
 
-    return limits, thresholds, _join_states(limit, state, states, [new for _, new in answers])
+    return limits, thresholds, _join_states(limit, state, states, new_states)
 
 
 def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> list[Context]:
@@ -237,17 +235,10 @@ def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
 # Validate limits and states.
 
 
-def _check_limits(
-    plan: Plan, limits: Any, norms: Norms, *, checked: bool, in_range: bool = False
-) -> Any:
-    """Return limits, clipped to the range of the norms' dtype.
+def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = None) -> Any:
+    """Return limits in the range of the norms' dtype.
 
-    Parameters
-    ----------
-    checked : bool
-        Whether none is negative, since their numbers were validated when the rule was made.
-    in_range : bool
-        Whether none is too large.
+    With a rule they come from its limit, which may be checked, or keep them in that range, itself.
 
     Raises
     ------
@@ -268,7 +259,22 @@ def _check_limits(
         # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` again for each number.
         return largest if limits > largest else limits  # noqa: FURB136
 
-    # A limit may be an array of another library or on another device.
+    limits = _check_array(plan, limits, norms)
+    checked = rule is not None and rule.limits_checked
+    if not (checked or isinstance(limits, np.ndarray)):
+        return xp.clip(limits, 0, largest)
+    # An accelerator starts a kernel for it.
+    if math_.on_device and rule is not None and rule.limit.in_range:
+        return limits
+    return math_.at_most_largest(limits)
+
+
+def _check_array(plan: Plan, limits: Any, norms: Norms) -> Any:
+    """Return limits that are an array where the norms are; raise as `_check_limits`."""
+    math_ = plan.math
+    xp = plan.math.xp
+    backend = plan.math.backend
+    # A limit may be an array of another library, or lie on another device.
     if not isinstance(limits, NUMPY):
         limits = math_.read_foreign(limits)
     if math_.host and not isinstance(limits, NUMPY):
@@ -279,13 +285,7 @@ def _check_limits(
         wrong = xp.logical_not(limits >= 0) & xp.isfinite(norms)
         if bool(xp.any(wrong)):
             raise ValueError(_describe_negative(limits))
-
-    if not (checked or isinstance(limits, np.ndarray)):
-        return xp.clip(limits, 0, largest)
-    # On an accelerator the comparison would start a kernel.
-    if math_.on_device and in_range:
-        return limits
-    return math_.at_most_largest(limits)
+    return limits
 
 
 def _describe_negative(limits: Any) -> str:

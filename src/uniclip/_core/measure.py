@@ -38,6 +38,18 @@ largest number.
 """
 
 
+class StepInputs(NamedTuple):
+    """What a step works on; made once a step."""
+
+    rule: Choices
+    trees: list[OpenedTree]
+    """The gradients, and the parameters if the limit needs them."""
+    step: Step
+    state: Any
+    constant: Any
+    """A limit that is a number or an array; ``None`` if the rule's limit is asked."""
+
+
 class Measured(NamedTuple):
     """The measurements of a step, over all processes.
 
@@ -61,71 +73,64 @@ class Measured(NamedTuple):
     """Whether all elements are finite, ``None`` if that was not checked."""
 
 
-def measure(
-    rule: Choices, plan: Plan, trees: Sequence[OpenedTree], step: Step, original: OpenedTree
-) -> Measured:
+def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
     """Measure what a step needs.
 
     Processes exchange everything together with the first sum.
 
     Parameters
     ----------
-    rule : Rule
     plan : Plan
-    trees : sequence of OpenedTree
-        The gradients, in which the policy ``"zero"`` may have replaced elements, and the parameters
-        if the limit needs them.
-    step : Step
+    inputs : StepInputs
+        The policy ``"zero"`` may have replaced entries in the gradients.
     original : OpenedTree
         The gradients before such a replacement.
     """
+    rule = inputs.rule
     math_ = plan.math
     collectives = plan.collectives
-    # NumPy always has float64, but JAX has to be told to allow it.
+    # A norm that is an argument is not measured.
+    trees: Sequence[OpenedTree] = inputs.trees
+    if inputs.step.norm is not None:
+        trees = trees[1:]
+
+    # The host adds in float64 with NumPy; others need it to be allowed.
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         exchange = None
         if collectives is not None:
-            payload = _make_payload(rule, plan, trees[0], step, original)
-            exchange = Exchange(collectives, _measured_trees(trees, step), payload)
+            payload = _make_payload(plan, inputs, original)
+            exchange = Exchange(collectives, trees, payload)
 
-        measured = _measure_norms(rule, plan, trees, step, exchange)
+        measured = _measure_norms(plan, inputs, trees, exchange)
         if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
             return measured
 
-        reduced = None if exchange is None else exchange.finish()
+        reduced = Payload() if exchange is None else exchange.finish()
         present = None
-        if reduced is not None and reduced.present is not None:
+        if reduced.present is not None:
             present = math_.as_norms([count > 0 for count in reduced.present])
         return measured._replace(
             present=present,
-            loss=_find_loss(rule, plan, trees[0], step.loss, reduced),
-            elements_finite=_are_elements_finite(rule, plan, original, reduced),
+            loss=_find_loss(plan, inputs, reduced),
+            elements_finite=_are_entries_finite(rule, plan, original, reduced),
         )
 
 
-def _measured_trees(trees: Sequence[OpenedTree], step: Step) -> Sequence[OpenedTree]:
-    """Return the trees whose sums are needed: not the gradients if their norm is an argument."""
-    return trees if step.norm is None else trees[1:]
-
-
 def _measure_norms(
-    rule: Choices,
-    plan: Plan,
-    trees: Sequence[OpenedTree],
-    step: Step,
-    exchange: Exchange | None,
+    plan: Plan, inputs: StepInputs, trees: Sequence[OpenedTree], exchange: Exchange | None
 ) -> Measured:
     """Return the norms of gradients and parameters, and their sizes."""
+    rule = inputs.rule
     math_ = plan.math
-    tree = trees[0]
-    measured_trees = _measured_trees(trees, step)
-    norms, finite_norms = norms_of(plan, measured_trees, rule.norm, exchange)
+    tree = inputs.trees[0]
+    norms, finite_norms = norms_of(plan, trees, rule.norm, exchange)
 
     # A mean, such as RMS, divides by a power of the number of elements.
     sizes = plan.sizes
     if plan.counts_elements:
-        reduced = None if exchange is None else exchange.finish().sizes
-        counts = count_elements(plan, tree) if reduced is None else reduced
+        counts = None if exchange is None else exchange.finish().sizes
+        if counts is None:
+            counts = count_elements(plan, tree)
         sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
 
     if sizes is not None and rule.norm.size_power:
@@ -137,10 +142,10 @@ def _measure_norms(
     if sizes is not None and "sizes" in rule.limit.needs:
         counts_of_norms = math_.constants(sizes.counts)
 
-    # The trees that were measured lack the gradients if their norm was passed: put it first.
-    if step.norm is not None:
+    given_norm = inputs.step.norm
+    if given_norm is not None:
         finite_norms = None
-        norms = [[_given_norm(plan, tree, step)], *norms]
+        norms = [[_read_norm(plan, tree, given_norm)], *norms]
 
     of_trees = [math_.as_norms(of_tree) for of_tree in norms]
     if finite_norms is None:
@@ -165,32 +170,31 @@ def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     return [norm + (norm - norm) for norm in norms]
 
 
-def _make_payload(
-    rule: Choices, plan: Plan, tree: OpenedTree, step: Step, original: OpenedTree
-) -> Payload:
-    """Return what processes exchange in a step in addition to sums."""
+def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Payload:
+    """Return what processes exchange in a step beside sums."""
+    rule = inputs.rule
     collectives: Any = plan.collectives
-    losses = collectives.loss_sums(step.loss) if "loss" in rule.limit.needs else None
-    # The host finds elements that are not finite by reading the norms, at no cost. It has to count
-    # them if other processes hold shards: either all processes measure again, or none.
+    losses = collectives.loss_sums(inputs.step.loss) if "loss" in rule.limit.needs else None
+    # The host sees entries that are not finite in the norms, unless others hold shards of these.
     nonfinite_arrays = None
     if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
         nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.divided:
         present = plan.count_gradients()
-    sizes = count_elements(plan, tree) if plan.counts_elements else None
+    sizes = count_elements(plan, inputs.trees[0]) if plan.counts_elements else None
     return Payload(losses, nonfinite_arrays, present, sizes)
 
 
-def _are_elements_finite(
-    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload | None
+def _are_entries_finite(
+    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload
 ) -> Flags | None:
     """Return whether all elements are finite, ``None`` if that was not checked."""
     if rule.nonfinite != "zero":
         return None
-    if reduced is not None:
-        return None if reduced.nonfinite_arrays is None else reduced.nonfinite_arrays[0] < 1
+    if reduced.nonfinite_arrays is not None:
+        return reduced.nonfinite_arrays[0] < 1
+    # The host sees them in the norms.
     if plan.math.host:
         return None
     return _count_nonfinite(plan, original) < 1
@@ -211,19 +215,18 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     return plan.math.add(counts, "sum")
 
 
-def _find_loss(
-    rule: Choices, plan: Plan, tree: OpenedTree, loss: Any, reduced: Payload | None
-) -> Tensor | None:
-    """Return the mean loss of all processes, in the library and on the device of the norms.
+def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload) -> Tensor | None:
+    """Return the loss of a step where the norms are, the mean of all processes.
 
     ``None`` without a loss, or if the limit does not use it.
     """
-    if "loss" not in rule.limit.needs:
+    if "loss" not in inputs.rule.limit.needs:
         return None
+    loss = inputs.step.loss
     math_ = plan.math
     library = plan.math.library
-    if reduced is not None and reduced.losses is not None:
-        loss = mean_loss(library, loss, [math_.to_library(total) for total in reduced.losses])
+    if reduced.losses is not None:
+        loss = mean_loss(library, loss, list(map(math_.to_library, reduced.losses)))
     elif isinstance(loss, Loss):
         loss = loss.mean
 
@@ -231,8 +234,9 @@ def _find_loss(
         return None
 
     loss = library.xp.asarray(math_.read_foreign(loss))
-    if not math_.host and tree.first is not None:
-        loss = library.to_device_of(tree.first, loss)
+    first = inputs.trees[0].first
+    if not math_.host and first is not None:
+        loss = library.to_device_of(first, loss)
     loss = library.detach(library.xp.astype(loss, library.xp.float32))
     view = math_.view(loss)
     if view is not None:
@@ -241,11 +245,11 @@ def _find_loss(
     return np.asarray(float(loss), np.float32)
 
 
-def _given_norm(plan: Plan, tree: OpenedTree, step: Step) -> Norms:
-    """Return the ``norm`` argument as an array, as measuring would return it."""
+def _read_norm(plan: Plan, tree: OpenedTree, given_norm: Any) -> Norms:
+    """Return a norm of all leaves that is an argument, as measuring would return it."""
     backend = tree.backend
     [zero] = zero_norms(plan, tree)
-    norm = backend.xp.asarray(plan.math.read_foreign(step.norm), dtype=zero.dtype)
+    norm = backend.xp.asarray(plan.math.read_foreign(given_norm), dtype=zero.dtype)
     norm = backend.to_device_of(zero, norm)
     check_shape("norm", norm, zero)
     # NaN passes: it is the norm of gradients with NaN.
@@ -299,8 +303,8 @@ def norms_of(
     """
     if not trees:
         return [], None
-    p = math.inf if plan.by_element else norm.ord
-    if p == 2 and exchange is None and plan.math.on_device:
+    squares = norm.ord == 2 and not plan.by_element
+    if squares and exchange is None and plan.math.on_device:
         terms = [_terms(plan, tree, 2, None) for tree in trees]
         # A library may have one kernel for sums and roots.
         at_once = plan.math.norms_at_once(trees, terms)
@@ -309,31 +313,33 @@ def norms_of(
             return norms, plan.join_blocks(at_once[0][1])
 
     # Both trees are measured together, so that processes exchange one payload.
-    found = _norms_of_sums(plan, trees, p, norm, exchange)
+    norms_of_all = _norms_of_sums(plan, trees, norm, exchange)
     if len(trees) == 1:
-        return [found], None
+        return [norms_of_all], None
     count = len(plan.norm_blocks)
-    return [found[:count], found[count:]], None
+    return [norms_of_all[:count], norms_of_all[count:]], None
 
 
 def _norms_of_sums(
-    plan: Plan, trees: Sequence[OpenedTree], p: float, norm: Norm, exchange: Exchange | None
+    plan: Plan, trees: Sequence[OpenedTree], norm: Norm, exchange: Exchange | None
 ) -> list[Any]:
-    """Return the norms of all trees, one tree after the other, with sums that stay in range."""
+    """Return the norms of all trees, one after the other, as roots of sums in range."""
+    p = math.inf if plan.by_element else norm.ord
+    terms = [_terms(plan, tree, p, None) for tree in trees]
     if p in {1, math.inf}:
-        totals = _sum_powers(plan, trees, p, exchange)
+        totals = _add_terms(plan, trees, terms, exchange)
         return [plan.math.round_to_norms(total) for total in totals]
 
     exact = plan.math.narrow and plan.math.double
     for tree in trees:
         exact = exact and tree.leaf_info.narrow and tree.leaf_info.double
     if exact and p <= _EXACT_POWER:
-        return _roots(plan, norm, _sum_powers(plan, trees, p, exchange))
+        return _roots(plan, norm, _add_terms(plan, trees, terms, exchange))
     if p != 2 or plan.math.library.debug_infs():
         return _norms_in_units(plan, trees, norm, exchange)
 
-    # Sums of squares may have overflowed or underflowed. It is rare, so the check comes after.
-    totals = _sum_powers(plan, trees, 2, exchange)
+    # Squares may have left the range of their sums: if so, all are made again, in units.
+    totals = _add_terms(plan, trees, terms, exchange)
     return plan.math.choose(
         _are_in_range(plan, totals),
         lambda: _roots(plan, norm, totals),
@@ -349,10 +355,19 @@ def _roots(plan: Plan, norm: Norm, totals: Sequence[Tensor]) -> list[Any]:
 def _norms_in_units(
     plan: Plan, trees: Sequence[OpenedTree], norm: Norm, exchange: Exchange | None
 ) -> list[Any]:
-    """Return norms measured in units of their largest modulus, so that powers stay in range."""
-    tops = _sum_powers(plan, trees, math.inf, exchange)
+    """Return norms measured in units of the largest modulus of each, whose powers stay in range."""
+    terms = [_terms(plan, tree, math.inf, None) for tree in trees]
+    tops = _add_terms(plan, trees, terms, exchange)
     units = [_choose_unit(plan, top) for top in tops]
-    totals = _sum_powers(plan, trees, norm.ord, exchange, units)
+
+    # The units of all trees lie one after the other, as their norms do.
+    count = len(plan.norm_blocks)
+    terms_in_units = []
+    for number, tree in enumerate(trees):
+        of_tree = units[number * count : (number + 1) * count]
+        terms_in_units.append(_terms(plan, tree, norm.ord, of_tree))
+
+    totals = _add_terms(plan, trees, terms_in_units, exchange)
     norms = []
     for unit, total in zip(units, totals, strict=True):
         norms.append(plan.math.round_to_norms(unit * _root(plan, norm, total)))
@@ -398,24 +413,10 @@ def _choose_unit(plan: Plan, top: Tensor) -> Tensor:
     return unit if xp is np else plan.math.library.detach(unit)
 
 
-def _sum_powers(
-    plan: Plan,
-    trees: Sequence[OpenedTree],
-    p: float,
-    exchange: Exchange | None,
-    units: list[Any] | None = None,
+def _add_terms(
+    plan: Plan, trees: Sequence[OpenedTree], terms: list[Terms], exchange: Exchange | None
 ) -> list[Any]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree."""
-    # `units` has the blocks of all trees in a row, as the norms have.
-    terms = []
-    for number, tree in enumerate(trees):
-        of_tree = None
-        if units is not None:
-            count = len(plan.norm_blocks)
-            of_tree = units[number * count : (number + 1) * count]
-
-        terms.append(_terms(plan, tree, p, of_tree))
-
     if exchange is not None:
         return exchange.reduce_sums(terms)
 

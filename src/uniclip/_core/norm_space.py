@@ -46,8 +46,7 @@ class NormSpace:
     """The library, dtype and device of a plan's norms, and the operations that depend on them."""
 
     def __init__(self, leaf_info: LeafInfo, mode: int, device: Device, *, narrow: bool) -> None:
-        library = leaf_info.backend
-        self.library: Backend = library
+        self.library: Backend = leaf_info.backend
         """The backend of the gradients."""
         self.mode = mode
         """The mode of the step."""
@@ -59,9 +58,9 @@ class NormSpace:
         """Whether the step is traced: arrays have no values, and nothing may be cached."""
         self.on_device = mode == LIBRARY
         """Whether an accelerator has the values, and starts a kernel for each operation."""
-        self.separate = self.compiled and not library.stacks(None)
-        """Whether each norm is an array of its own, since stacked ones take longer to compile."""
-        self.backend: Backend = DEFAULT if self.host else library
+        self.separate = self.compiled and not self.library.stacks(None)
+        """Whether compilers want each norm as an array of its own."""
+        self.backend: Backend = DEFAULT if self.host else self.library
         """The backend of norms, limits and factors."""
         self.xp: Namespace = self.backend.xp
         """Its array API namespace."""
@@ -69,12 +68,11 @@ class NormSpace:
         self.double = leaf_info.double
         """Whether sums are float64."""
         self.narrow = narrow
-        """Whether norms are float32 in all processes, so that all squares fit into float64."""
-        xp = library.xp
+        """Whether all squares fit into float64, in all processes."""
+        xp = self.library.xp
         self.sum_dtype: DType = xp.float64 if self.double else xp.float32
         """The library's dtype of sums."""
         self.dtypes = _norm_dtypes(leaf_info, narrow=narrow)
-        """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of the norms' dtype."""
         self.largest_factor = min(self.largest_norm, leaf_info.largest_factor)

@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import accumulate
 from numbers import Number
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -27,7 +26,7 @@ from uniclip._errors import check, stable, summarize
 from uniclip._types import Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes, LeafInfo
+from uniclip.backends.base import TRACED, Axes, LeafInfo, Products, in_groups, kept_lengths, take
 from uniclip.scopes import Scope, all_leaves, everything
 
 if TYPE_CHECKING:
@@ -153,7 +152,9 @@ def make_plan(
 
     # Stack norms that can be computed together in one array.
     blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
-    plan = Plan(math_, rule.scope, tree.spec, blocks, axes, members)
+    plan = Plan(math_, rule.scope, blocks, axes)
+    plan.spec = tree.spec
+    plan.members = take(members, _joined(blocks).labels)
     _add_collectives(plan, rule, trees, reduction)
     if not separate:
         plan.shapes = _shapes_of_vector(plan, rule, tree)
@@ -171,7 +172,8 @@ def make_plan(
 def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
     """Return the plan of a single norm over all leaves, for the report of the fast path."""
     math_ = NormSpace(leaf_info, mode, device, narrow=True)
-    plan = Plan(math_, all_leaves, None, [Block(((0,),), (None,))], [None], {None: [0]})
+    plan = Plan(math_, all_leaves, [Block(((0,),), (None,))], [None])
+    plan.members = [[0]]
     plan.norm_blocks = plan.blocks
     return plan
 
@@ -193,8 +195,11 @@ class Plan:
     collectives: Collectives | None = None
     """The reductions over processes; ``None`` in a run of one process."""
     shapes: list[tuple[int, ...]] | None = None
-    """The shapes of the blocks, if their norms are joined in one vector between sums and products.
-    """
+    """The shapes of the blocks, if their norms are one vector between sums and products."""
+    spec: Any = None
+    """The structure of the tree."""
+    members: list[list[int]]
+    """The leaves of each norm, absent ones too."""
     norm_blocks: list[Block]
     """The blocks between sums and products: `blocks`, or one block for that vector."""
     sizes: Sizes | None = None
@@ -202,30 +207,20 @@ class Plan:
     counts_elements = False
     """Whether each step counts the elements of its norms."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - made in one place
-        self,
-        math_: NormSpace,
-        scope: Scope,
-        spec: Any,
-        blocks: list[Block],
-        axes: list[Axes],
-        members: Groups,
+    def __init__(
+        self, math_: NormSpace, scope: Scope, blocks: list[Block], axes: list[Axes]
     ) -> None:
         self.math = math_
         """The norm space: where norms are computed."""
         self.scope = scope
-        self.spec = spec
-        """The structure of the tree."""
         self.blocks = blocks
         """The groups of leaves of each array of norms."""
         self.axes = axes
         """The axes of each leaf that its norms cover, ``None`` for all."""
         self.one_norm = is_one_norm(scope)
         """Whether there is one norm for all leaves."""
-        self.members = [members[label] for block in blocks for label in block.labels]
-        """The leaves of each norm, absent ones too."""
 
-        groups = [group for block in blocks for group in block.groups]
+        groups = _joined(blocks).groups
         self.order = [number for group in groups for number in group or [-1]]
         """The leaves of all norms, one norm after the other; -1 for a norm without gradients."""
         self.counts = [len(group) or 1 for group in groups]
@@ -265,15 +260,30 @@ class Plan:
         # A limit may be a number, which holds for all blocks.
         if not getattr(vector, "shape", ()) or vector.shape[0] == 1:
             return [vector] * len(self.blocks)
-        ends = accumulate(map(math.prod, self.shapes))
-        return [
-            self.math.xp.reshape(vector[end - math.prod(shape) : end], shape)
-            for end, shape in zip(ends, self.shapes, strict=True)
-        ]
+        xp = self.math.xp
+        rows = in_groups(vector, list(map(math.prod, self.shapes)))
+        return list(map(xp.reshape, rows, self.shapes))
 
     def count_gradients(self) -> list[Any]:
         """Return how many gradients each norm has in this process, an array for each block."""
-        return [np.asarray([float(len(group)) for group in block.groups]) for block in self.blocks]
+        return [np.asarray(list(map(len, block.groups)), np.float64) for block in self.blocks]
+
+    def products(
+        self, tree: OpenedTree, numbers: Sequence[int], factors: Sequence[Tensor], *, zero: bool
+    ) -> Products:
+        """Return the products of some leaves and their factors.
+
+        With ``zero`` factors of 0 make zeros of NaN and ∞, too.
+        """
+        return Products(
+            arrays=take(tree.arrays, numbers),
+            blocks=list(factors),
+            places=take(self.places, numbers),
+            axes=self.along and take(self.along, numbers),
+            shards=[tree.shard(number) for number in numbers] if tree.wrapped else None,
+            in_place=tree.in_place,
+            zero=zero,
+        )
 
     def in_numpy(self) -> Plan:
         """Return the plan of the same norms as NumPy arrays, as they are recorded."""
@@ -311,7 +321,7 @@ class Plan:
     @property
     def labels(self) -> list[Any]:
         """The labels of all groups in their order."""
-        labels = [label for block in self.blocks for label in block.labels]
+        labels = list(_joined(self.blocks).labels)
         if self.scope.label in {None, everything}:
             return labels
         return sorted(labels, key=_text)
@@ -384,10 +394,12 @@ def _check_labels(
     if label is None or label is everything or not is_new(rule):
         return
 
-    # If leaves are absent, the others may well have the same label.
-    complete = reduction is None and len(tree.leaf_info.present) == len(tree.leaves)
-    if complete:
-        answers = [answer for answer, numbers in members.items() for _ in numbers]
+    # With absent leaves, the same label for all that are left is no sign of a mistake.
+    if reduction is None and len(tree.leaf_info.present) == len(tree.leaves):
+        answers: list[Any] = []
+        for answer, numbers in members.items():
+            answers += [answer] * len(numbers)
+
         what = "scopes.groups(label)"
         check_answers_differ(what, label, tree.paths(), tree.leaves, answers)
         rule.answers_checked.append(True)
@@ -423,7 +435,7 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
 
     blocks = []
     for labels in alike.values():
-        groups = tuple([present[label] for label in labels])
+        groups = tuple(take(present, labels))
         blocks.append(Block(groups, tuple(labels), _count_kept(rule.scope, tree, groups[0], axes)))
 
     return blocks
@@ -451,11 +463,11 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
     array = tree.arrays[number]
     if axes is None or not backend.stacks(array):
         return None
-    kept = tuple([length for axis, length in enumerate(array.shape) if axis not in axes])
+    kept = kept_lengths(array.shape, axes)
 
-    # To stack the norms of single elements would copy the gradients.
-    by_element = bool(kept) and math.prod([array.shape[axis] for axis in axes]) == 1
-    if by_element or math.prod(kept) > MAX_STACKED_NORMS:
+    # To stack the norms of single entries would copy the gradients.
+    of_entries = bool(kept) and math.prod(take(array.shape, axes)) == 1
+    if of_entries or math.prod(kept) > MAX_STACKED_NORMS:
         return None
     return kept, backend.device(array), tree.shard(number)
 
@@ -476,24 +488,24 @@ def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple
     shapes = []
     for block in plan.blocks:
         [number] = block.groups[0]
-        covered = plan.axes[number]
-        lengths = tree.arrays[number].shape if covered is not None else ()
-        kept = [length for axis, length in enumerate(lengths) if axis not in (covered or ())]
+        kept = kept_lengths(tree.arrays[number].shape, plan.axes[number])
         shapes.append((len(block.groups), *kept))
 
     # Norms of single elements would take as much memory as the gradients.
     norms = sum(map(math.prod, shapes))
-    elements = sum([math.prod(tree.arrays[number].shape) for number in plan.order])
-    return shapes if norms * MIN_ELEMENTS_PER_NORM <= elements else None
+    entries = 0
+    for number in plan.order:
+        entries += math.prod(tree.arrays[number].shape)
+    return shapes if norms * MIN_ELEMENTS_PER_NORM <= entries else None
 
 
 def _can_form_vector(plan: Plan, tree: OpenedTree) -> bool:
-    """Return whether each norm is of one leaf, and all leaves are on one device."""
-    if any([len(group) != 1 for block in plan.blocks for group in block.groups]):
+    """Return whether each norm is of one leaf, and all leaves lie on one device."""
+    if -1 in plan.order or max(plan.counts) > 1:
         return False
-    arrays = [tree.arrays[number] for number in plan.order]
-    devices = {tree.backend.device(array) for array in arrays}
-    return len(devices) == 1 and all([tree.backend.stacks(array) for array in arrays])
+    arrays = take(tree.arrays, plan.order)
+    devices = set(map(tree.backend.device, arrays))
+    return len(devices) == 1 and all(map(tree.backend.stacks, arrays))
 
 
 def _joined(blocks: Iterable[Block]) -> Block:
@@ -526,7 +538,7 @@ def _add_collectives(
     # ``all_reduce`` each device would clip by a norm of its own part.
     if reduction is None and plan.math.compiled and rule.scope.axes is None:
         present = tree.leaf_info.present
-        arrays = [tree.arrays[number] for number in present]
+        arrays = take(tree.arrays, present)
         tree.backend.replicas(arrays, None, None, lambda n: tree.place(present[n]))
 
 
@@ -693,24 +705,17 @@ def _check_equal_shapes(tree: OpenedTree, axes: list[Axes], group: Sequence[int]
     """Raise if a group has leaves whose norms differ in shape."""
     present = [number for number in group if tree.leaves[number] is not None]
     for number in present:
-        first = _kept_shape(tree, axes, present[0])
-        shape = _kept_shape(tree, axes, number)
+        first = kept_lengths(tree.arrays[present[0]].shape, axes[present[0]])
+        shape = kept_lengths(tree.arrays[number].shape, axes[number])
         if same_shape(first, shape):
             continue
-        described = [
-            f"{tree.place(n)} of shape {tuple(tree.arrays[n].shape)}" for n in (present[0], number)
-        ]
         msg = (
             "leaves that share norms need equal shapes outside the axes a norm covers, but "
-            f"{described[0]} has norms of shape {first}, {described[1]} has {shape}"
+            f"{_place_and_shape(tree, present[0])} has norms of shape {first}, "
+            f"{_place_and_shape(tree, number)} has {shape}"
         )
         raise ValueError(msg)
 
 
-def _kept_shape(tree: OpenedTree, axes: list[Axes], number: int) -> tuple[Any, ...]:
-    """Return the shape of the norms of a leaf."""
-    covered = axes[number]
-    if covered is None:
-        return ()
-    lengths = enumerate(tree.arrays[number].shape)
-    return tuple([length for axis, length in lengths if axis not in covered])
+def _place_and_shape(tree: OpenedTree, number: int) -> str:
+    return f"{tree.place(number)} of shape {tuple(tree.arrays[number].shape)}"

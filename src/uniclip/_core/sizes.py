@@ -15,6 +15,7 @@ import numpy as np
 
 from uniclip._core.tree import OpenedTree
 from uniclip._types import Norms, Tensor
+from uniclip.backends.base import take
 from uniclip.norms import Norm
 
 if TYPE_CHECKING:
@@ -92,12 +93,12 @@ def _count_leaf(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
         return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
 
     # Not a generator, which torch.compile does not trace.
-    return math.prod(shape if axes is None else [shape[axis] for axis in axes])
+    return math.prod(shape if axes is None else take(shape, axes))
 
 
 def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> Tensor:
     """Return the sum of the counts of each norm of a block, as ``(k, 1, ...)``."""
-    of_groups = [[counts[number] for number in group] for group in block.groups]
+    of_groups = [take(counts, group) for group in block.groups]
     shape = (len(of_groups), *(1,) * (block.kept or 0))
     if all([isinstance(count, (int, float)) for group in of_groups for count in group]):
         # Counted in float64: in float32, integers above 16,777,216 are not exact.

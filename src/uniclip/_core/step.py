@@ -24,7 +24,7 @@ from uniclip._core.collectives import (
 from uniclip._core.factors import compute_factors, zero_where_skipped
 from uniclip._core.fast_path import FastStepResult, run_fast_path, run_fast_path_on_storage
 from uniclip._core.limiting import find_absent, find_limits
-from uniclip._core.measure import Measured, measure
+from uniclip._core.measure import Measured, StepInputs, measure
 from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, flatten_known, open_leaves, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
@@ -70,7 +70,8 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
         As `uniclip.clip`.
     """
     limit = rule.constant if max_norm is None else max_norm
-    leaves, spec = flatten_known(grads)
+    flat = flatten_known(grads)
+    leaves, spec = flat
 
     # Try the fast path before anything else: leaves are not even validated, since a backend takes
     # only arrays that it knows.
@@ -85,40 +86,34 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
         if numbers is not None:
             return FastStepResult(backend, spec.unflatten, numbers, state)
 
-    # With sparse leaves or integers among dense ones, try it again on the arrays inside of them.
-    tree = open_leaves(leaves, spec, in_place=step.in_place)
+    # Sparse leaves and integers among dense ones may still take it, on the arrays inside of them.
+    tree = open_leaves(flat, in_place=step.in_place)
     if tree.wrapped and not tree.shards:
         numbers = run_fast_path_on_storage(rule, tree, limit, step)
         if numbers is not None:
             return FastStepResult(tree.backend, tree.spec.unflatten, numbers, state)
 
-    return run_general_step(rule, tree, state, step, limit, apply)
+    return run_general_step(StepInputs(rule, [tree], step, state, limit), apply)
 
 
-def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
-    rule: Choices,
-    tree: OpenedTree,
-    state: Any,
-    step: Step,
-    constant: Any,
-    apply: Apply | None = scale_leaves,
-) -> StepResult:
-    """Take a step on the general path: plan, measure, ask the limit and the curve, apply.
+def run_general_step(inputs: StepInputs, apply: Apply | None = scale_leaves) -> StepResult:
+    """Take a step of any kind: plan, measure, ask the limit and the curve, apply.
 
-    ``constant`` is a limit that is a number or an array, in place of the rule's limit.
+    The parameters are opened here, beside the gradients.
     """
-    trees = [tree]
+    rule, trees, step, _, constant = inputs
+    tree = trees[0]
     if (
         step.params is not None
         or step.all_reduce is not None
         or step.loss is not None
         or "params" in rule.limit.needs
     ):
-        trees = _open_params(rule, tree, step)
+        trees[:] = _open_params(rule, tree, step)
         tree = trees[0]
 
     backend = tree.leaf_info.backend
-    mode = find_mode(rule, trees, state, step, constant)
+    mode = find_mode(inputs)
     if len(trees) > 1 and mode != HOST:
         trees[1] = _detach(trees[1])
 
@@ -135,38 +130,40 @@ def run_general_step(  # noqa: PLR0913, PLR0917 - a step has as many parts
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
-        tree, values, new_state = _run_planned(rule, plan, trees, state, step, constant)
+        tree, values, new_state = _run_planned(plan, inputs)
         leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
         return StepResult(leaves, tree.spec.unflatten, values, new_state)
 
 
-def _run_planned(  # noqa: PLR0913, PLR0917 - called in one place
-    rule: Choices,
-    plan: Plan,
-    trees: Sequence[OpenedTree],
-    state: Any,
-    step: Step,
-    constant: Any,
-) -> tuple[OpenedTree, StepValues, Any]:
-    """Return the gradients to multiply, the values of the report, and the next state."""
+def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues, Any]:
+    """Return the gradients to multiply, what the report is made of, and the next state."""
+    rule = inputs.rule
+    tree = inputs.trees[0]
     if rule.nonfinite == "zero":
-        tree, measured = _measure_and_zero(rule, plan, trees, step)
+        tree, measured = _measure_and_zero(plan, inputs)
     else:
-        tree = trees[0]
-        measured = measure(rule, plan, trees, step, tree)
+        measured = measure(plan, inputs, tree)
 
     step_finite = None
     if rule.needs_finite:
         step_finite = _check_finite(rule, plan, tree, measured)
 
-    limits, thresholds, new_state = find_limits(rule, plan, tree, measured, state, constant)
-    factors = compute_factors(rule, plan, measured, limits, constant)
-    if rule.zeroes:
-        factors = zero_where_skipped(rule, plan, measured, factors, step_finite)
-    # One NaN in a moving average would stay there for all later steps.
+    limits, thresholds, new_state = find_limits(plan, inputs, measured)
+    factors = compute_factors(plan, inputs, measured, limits)
+    # NaN never enters a state.
     if rule.stateful:
-        new_state = _choose_state(step_finite, new_state, state)
-    skipped = _is_skipped(rule, plan, measured, factors, step_finite)
+        new_state = _choose_state(step_finite, new_state, inputs.state)
+
+    # By other policies no step is skipped because it is not finite.
+    if rule.nonfinite != "skip":
+        step_finite = None
+    if rule.zeroes:
+        factors = zero_where_skipped(plan, measured, factors, step_finite)
+    skipped = None
+    if rejects(rule.curve):
+        skipped = _is_rejected(plan, measured, factors, step_finite)
+    elif step_finite is not None:
+        skipped = plan.math.xp.logical_not(step_finite)
 
     # An accelerator computes all norms as one vector: split it into blocks again.
     norms = measured.norms
@@ -205,10 +202,9 @@ def _first_leaf(tree: OpenedTree) -> Any:
     return None
 
 
-def find_mode(
-    rule: Choices, trees: Sequence[OpenedTree], state: Any, step: Step, constant: Any
-) -> int:
-    """Return the execution mode of a step, which depends on where the values of all inputs are."""
+def find_mode(inputs: StepInputs) -> int:
+    """Return the mode of a step: who has the values of all that comes in."""
+    rule, trees, step, state, constant = inputs
     leaf_info = trees[0].leaf_info
     backend = leaf_info.backend
     # Usually the gradients are the only input that could be traced or on a device.
@@ -270,27 +266,26 @@ def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measure
     return finite
 
 
-def _measure_and_zero(
-    rule: Choices, plan: Plan, trees: Sequence[OpenedTree], step: Step
-) -> tuple[OpenedTree, Measured]:
-    """Return gradients with 0 for elements that are not finite, and their measurements.
+def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measured]:
+    """Return gradients with 0 for entries that are not finite, and what is measured then.
 
     If the host reads the norms, only gradients with such elements are measured twice.
     """
-    tree = trees[0]
+    tree = inputs.trees[0]
     if not plan.math.host:
         zeroed = _zero_nonfinite(plan, tree)
-        return zeroed, measure(rule, plan, [zeroed, *trees[1:]], step, tree)
+        of_zeroed = inputs._replace(trees=[zeroed, *inputs.trees[1:]])
+        return zeroed, measure(plan, of_zeroed, tree)
 
-    measured = measure(rule, plan, trees, step, tree)
-    # With shards, the processes have counted together, so either all measure again or none does:
-    # a process that measured alone would wait for the others.
+    measured = measure(plan, inputs, tree)
+    # If processes hold shards, all of them measure again, or none: they have counted together.
     if measured.elements_finite is None:
         measured = measured._replace(elements_finite=plan.math.finite(measured.norms, None))
     if bool(measured.elements_finite):
         return tree, measured
     zeroed = _zero_nonfinite(plan, tree)
-    again = measure(rule, plan, [zeroed], step._replace(loss=None), zeroed)
+    of_zeroed = inputs._replace(trees=[zeroed], step=inputs.step._replace(loss=None))
+    again = measure(plan, of_zeroed, zeroed)
     return zeroed, measured._replace(norms=again.norms, finite_norms=again.finite_norms)
 
 
@@ -369,22 +364,16 @@ def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> An
     return optree.tree_map(choose, new, old)
 
 
-def _is_skipped(
-    rule: Choices,
-    plan: Plan,
-    measured: Measured,
-    factors: Sequence[Factors],
-    step_finite: Flags | None,
-) -> Flags | None:
-    """Return whether the whole step is skipped, ``None`` for a rule that never skips."""
-    xp = plan.math.xp
-    if not rejects(rule.curve):
-        if rule.nonfinite != "skip":
-            return None
-        return xp.logical_not(step_finite)
+def _is_rejected(
+    plan: Plan, measured: Measured, factors: Sequence[Factors], step_finite: Flags | None
+) -> Flags:
+    """Return whether a curve that rejects norms, or the policy ``"skip"``, skips the whole step.
 
-    # If no norm is absent or empty, a step is skipped if all factors are 0. The policy "skip" has
-    # set them to 0, too.
+    ``step_finite`` is ``None`` by other policies.
+    """
+    xp = plan.math.xp
+    # Without absent rows, a step is skipped if all factors are 0. The policy "skip" makes those of
+    # a non-finite step 0, too.
     complete = plan.collectives is None and not any([block.absent for block in plan.blocks])
     if complete and factors and not any([0 in factor.shape for factor in factors]):
         return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
@@ -409,6 +398,6 @@ def _is_skipped(
         flags = plan.collectives.true_in_all_shards(flags)
     all_rejected, nothing_rejected = flags
     skipped = all_rejected & xp.logical_not(nothing_rejected)
-    if rule.nonfinite == "skip":
+    if step_finite is not None:
         skipped = xp.logical_not(step_finite) | skipped
     return skipped

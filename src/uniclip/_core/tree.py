@@ -35,7 +35,7 @@ from uniclip.backends import (
     tell_compilers,
 )
 from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import Axes, LeafInfo, Op, View, WrappedLeaf, cast
+from uniclip.backends.base import Axes, LeafInfo, Op, View, WrappedLeaf, cast, take
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -193,7 +193,7 @@ class OpenedTree(NamedTuple):
             if unchanged and not self.is_integral(number):
                 leaves[number] = self.leaves[number]
             else:
-                leaves[number] = self._rebuild(number, arrays[number])
+                leaves[number] = self._restore_leaf(number, arrays[number])
         return leaves
 
     def find_repeated(self) -> tuple[set[int], set[int]]:
@@ -218,10 +218,10 @@ class OpenedTree(NamedTuple):
         """Write arrays that were changed in place into those leaves that they are copies of."""
         for number in numbers:
             if number in self.wrapped and self.wrapped[number].copied:
-                self._rebuild(number, self.wrapped[number].array)
+                self._restore_leaf(number, self.wrapped[number].array)
 
-    def _rebuild(self, number: int, array: Any) -> Leaf:
-        """Return a leaf with a changed array; in place, write the array into the leaf."""
+    def _restore_leaf(self, number: int, array: Any) -> Leaf:
+        """Return a leaf of a changed array, or write it into the leaf."""
         wrapped = self.wrapped[number]
         leaf = self.leaves[number]
         xp = self.backend.xp
@@ -345,11 +345,11 @@ def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each
     # optree sorts the keys of a dict, and keeps the order of an OrderedDict: do the same.
     if isinstance(node, OrderedDict):
         keys = tuple(node)
-        return [node[key] for key in keys], _Container(OrderedDict, keys, keys), keys
+        return take(node, keys), _Container(OrderedDict, keys, keys), keys
 
     if isinstance(node, Mapping):
         keys = tuple(total_order_sorted(node))
-        return [node[key] for key in keys], _Container(dict, keys, tuple(node)), keys
+        return take(node, keys), _Container(dict, keys, tuple(node)), keys
 
     if isinstance(node, (list, tuple)):
         return list(node), _Container(list), range(len(node))
@@ -413,21 +413,19 @@ def open_tree(
         If a leaf is not an array, leaves belong to two frameworks, or, with ``in_place``, leaves
         are immutable or hold integers.
     """
-    leaves, spec = flatten_known(tree)
-    return open_leaves(leaves, spec, name, in_place=in_place, whole=whole)
+    return open_leaves(flatten_known(tree), name, in_place=in_place, whole=whole)
 
 
 def open_leaves(
-    leaves: list[Leaf],
-    spec: Spec,
+    flat: tuple[list[Leaf], Spec],
     name: str = "grads",
     *,
     in_place: bool = False,
     whole: bool = False,
 ) -> OpenedTree:
     """Do as `open_tree`, given the leaves and the structure that `flatten_known` returned."""
-    # To look at each leaf takes most of a small step. Trees with equal signatures share a
-    # `LeafInfo`, which has the numbers of the leaves to unwrap.
+    leaves, spec = flat
+    # Trees whose leaves have equal signatures share a `LeafInfo`, which says what is wrapped.
     present = [leaf for leaf in leaves if leaf is not None]
     known = BACKEND_CACHE.get(type(present[0])) if present else None
     leaf_info = None
@@ -456,28 +454,19 @@ def open_leaves(
             arrays[number] = leaf.array
 
     if leaf_info is None:
-        leaf_info = _learn_leaf_info(backend, leaves, arrays, tuple(wrapped), (name, whole))
+        with backend.computation_context():
+            leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
+        leaf_info = _keep_leaf_info(leaf_info, leaves, (name, whole))
 
     tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
-    if in_place and not whole:
-        _raise_if_integers(tree)
-    if in_place and not backend.writes:
-        # It raises an error that names what to use for immutable arrays.
-        find_shared_storage(backend, leaves, tree.place)
-
+    if in_place:
+        _raise_if_not_writable(tree, whole=whole)
     return tree
 
 
-def _learn_leaf_info(
-    backend: Backend,
-    leaves: list[Leaf],
-    arrays: list[Any],
-    wrapped: tuple[int, ...],
-    purpose: tuple[str, bool],
-) -> LeafInfo:
-    """Return the `LeafInfo` of leaves with a new signature, and cache it for the next tree."""
-    with backend.computation_context():
-        leaf_info = LeafInfo(backend, arrays, wrapped)
+def _keep_leaf_info(leaf_info: LeafInfo, leaves: list[Leaf], purpose: tuple[str, bool]) -> LeafInfo:
+    """Return what is known of leaves of kinds that were not met, and keep it for the next tree."""
+    backend = leaf_info.backend
     signature = backend.signature(leaves)
     # Compiled code caches nothing: it would be compiled again after each change of the cache.
     if signature is None:
@@ -487,16 +476,20 @@ def _learn_leaf_info(
     return backend.leaf_infos.setdefault((*purpose, signature), leaf_info)
 
 
-def _raise_if_integers(tree: OpenedTree) -> None:
-    """Raise if a leaf holds integers, for a rule that scales leaves in place."""
+def _raise_if_not_writable(tree: OpenedTree, *, whole: bool) -> None:
+    """Raise if leaves that never change, or integers by a rule of norms, would be changed."""
     for number in tree.wrapped:
-        if tree.is_integral(number):
+        if not whole and tree.is_integral(number):
             msg = (
                 f"{tree.place(number)} holds integers, which a rule of norms scales to fractions, "
                 "so they can't be clipped in place; use clipped, report = uc.clip(grads, rule), "
                 "or make them floating-point numbers"
             )
             raise TypeError(msg)
+
+    if not tree.backend.writes:
+        # Its error says what to use for arrays that never change.
+        find_shared_storage(tree.backend, tree.leaves, tree.place)
 
 
 def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
@@ -584,7 +577,7 @@ def find_shared_storage(
     """
     # Most backends have a quick check for leaves that can be written and share no memory.
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-    storages = backend.storage([leaves[number] for number in present])
+    storages = backend.storage(take(leaves, present))
     if storages is None:
         return set()
 
@@ -609,9 +602,7 @@ def find_shared_storage(
         if view is not None and view.size:
             views[number] = view
 
-    for number in _find_equal_views(views, where):
-        repeated.add(number)
-    return repeated
+    return repeated | _find_equal_views(views, where)
 
 
 def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> set[int]:

@@ -155,11 +155,11 @@ def to_remember(new: Any, old: Any) -> Any:
     if backend is None or not backend.captured(arrays[0]):
         return new
     for array, value in zip(optree.tree_leaves(old), arrays, strict=True):
-        backend.write(array, _second, value)
+        backend.write(array, replacement, value)
     return old
 
 
-def _second(_: Any, value: Any) -> Any:
+def replacement(_: Any, value: Any) -> Any:
     """Return the second argument."""
     return value
 

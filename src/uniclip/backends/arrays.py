@@ -35,6 +35,7 @@ from uniclip.backends.base import (
     operand,
     power_sum,
     stack_terms,
+    take,
     times,
 )
 
@@ -323,7 +324,7 @@ class Standard(Backend[Tensor]):
         places = list(map(_place, arrays))
         for place in set(places):
             numbers = [number for number in range(len(arrays)) if places[number] == place]
-            together = self._read_together([arrays[number] for number in numbers])
+            together = self._read_together(take(arrays, numbers))
             for number, array in zip(numbers, together, strict=True):
                 values[number] = array
         return values
@@ -426,8 +427,8 @@ class Standard(Backend[Tensor]):
         # Flattened first: libraries need not copy a permuted array to reshape it.
         with self.computation_context(array):
             flat = self.xp.reshape(self.xp.permute_dims(array, (*kept, *axes)), (-1,))
-            lengths = [shape[axis] for axis in kept]
-            rows = self.xp.reshape(flat, (*lengths, math.prod([shape[axis] for axis in axes])))
+            lengths = take(shape, kept)
+            rows = self.xp.reshape(flat, (*lengths, math.prod(take(shape, axes))))
             if unit is not None:
                 unit = self.xp.reshape(unit, (*lengths, 1))
         return rows, (len(kept),), unit

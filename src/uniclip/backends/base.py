@@ -19,7 +19,7 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial, reduce
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
 import numpy as np
 import optree
 
-from uniclip._types import Device, DType, Factors, Namespace, Tensor, Tree
+from uniclip._types import Device, DType, Factors, Namespace, T, Tensor, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -274,9 +274,9 @@ class Products(NamedTuple):
         """Return the products of some rows, with other arrays in place of theirs."""
         return self._replace(
             arrays=arrays,
-            places=[self.places[number] for number in numbers],
-            axes=_take(self.axes, numbers),
-            shards=_take(self.shards, numbers),
+            places=take(self.places, numbers),
+            axes=self.axes and take(self.axes, numbers),
+            shards=self.shards and take(self.shards, numbers),
         )
 
     def is_single(self, number: int) -> bool:
@@ -307,11 +307,16 @@ class Products(NamedTuple):
         return [expand_to_leaf(backend, factor, array, axes) for factor, array, axes in terms]
 
 
-def _take(values: Sequence[Any] | None, numbers: list[int]) -> list[Any] | None:
-    """Return the values at these positions, ``None`` if ``values`` is."""
-    if values is None:
-        return None
+def take(values: Sequence[T] | Mapping[Any, T], numbers: Iterable[Any]) -> list[T]:
+    """Return the values with these numbers, or keys."""
     return [values[number] for number in numbers]
+
+
+def kept_lengths(lengths: Sequence[Any], axes: Axes) -> tuple[Any, ...]:
+    """Return the lengths of the axes that a norm along ``axes`` keeps."""
+    if axes is None:
+        return ()
+    return tuple([length for axis, length in enumerate(lengths) if axis not in axes])
 
 
 def products_by(
@@ -848,29 +853,25 @@ def sum_long_squares(
     """
     # Only arrays that are summed whole have long sums.
     sums = []
-    long = set()
+    long = {}
     for number, term in enumerate(terms.by_array()):
         array, _, axes, _ = term
         total = float32_sum(array) if axes is None else None
         if total is None:
             total = power_sum(backend, *term)
         else:
-            long.add(number)
+            long[number] = array
         sums.append(total)
 
     for block in terms.in_blocks(in_groups(range(len(sums)), terms.counts)):
-        groups = [group for group in block if not long.isdisjoint(group)]
+        groups = [group for group in block if not long.keys().isdisjoint(group)]
         if groups:
-            _replace_long_sums(backend, terms.arrays, sums, groups, long)
+            _replace_long_sums(backend, sums, groups, long)
     return sums
 
 
 def _replace_long_sums(
-    backend: Backend[A],
-    arrays: list[A],
-    sums: list[A],
-    groups: list[Sequence[int]],
-    long: set[int],
+    backend: Backend[A], sums: list[A], groups: list[Sequence[int]], long: dict[int, A]
 ) -> None:
     """Put float64 sums in place of the float32 sums of long arrays.
 
@@ -890,10 +891,10 @@ def _replace_long_sums(
     long_arrays = []
     for group in groups:
         members = [number for number in group if number in long]
-        long_arrays.append([arrays[number] for number in members])
+        long_arrays.append(take(long, members))
         numbers += members
 
-    long_sums = _LongSums(backend, long_arrays, [sums[number] for number in numbers], in_range)
+    long_sums = _LongSums(backend, long_arrays, take(sums, numbers), in_range)
     for number, total in zip(numbers, long_sums.in_float64(), strict=True):
         sums[number] = total
 

@@ -45,11 +45,13 @@ from uniclip.backends.base import (
     View,
     WrappedLeaf,
     enter_both,
+    fast_numbers,
     operand,
     same,
     stack_terms,
     sum_dtype,
     sum_long_squares,
+    take,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import (
@@ -306,7 +308,7 @@ def _count_replicas(
         # Without types, an array is a shard along every axis, unless ``shared`` is true of it.
         is_copy = shared is not None and shared[number]
         same_along = sizes.keys() if is_copy else sizes.keys() - axes - set(untyped)
-        counts.append(math.prod([sizes[name] for name in same_along]))
+        counts.append(math.prod(take(sizes, same_along)))
     return counts
 
 
@@ -563,7 +565,8 @@ class _JAX(Backend[jax.Array]):
 
         # The host waits for this value only: products are dispatched asynchronously.
         [total] = _squares_on_host(arrays, [len(arrays)])
-        return fast_path_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
+        numbers = fast_numbers(math.sqrt(total), limit)
+        return fast_path_on_host(leaves, numbers, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # The buffers may be donated later.
@@ -633,7 +636,7 @@ class _JAX(Backend[jax.Array]):
             double = any(array.dtype in _DOUBLE for array in arrays)
             dtype = np.float64 if double else np.float32
             return np.asarray(factors, dtype)
-        if any([jnp.iscomplexobj(array) for array in arrays]):
+        if any(map(jnp.iscomplexobj, arrays)):
             return None
         operands = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
         if not _can_share_a_call(operands):

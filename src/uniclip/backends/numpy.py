@@ -39,6 +39,7 @@ from uniclip.backends.base import (
     power_sum,
     row_slices,
     stack_terms,
+    take,
 )
 
 WIDE = 4
@@ -108,16 +109,14 @@ def sum_of_squares(arrays: list[View], lengths: list[int]) -> View:
 
 def fast_path_on_host(
     leaves: list[A | None],
-    total: float,
-    limit: float,
+    numbers: tuple[float, float, float] | None,
     scale: Callable[[float], list[A] | None],
     device: Device = None,
 ) -> FastResult | None:
-    """Return the result of `Backend.fast_path` where the host reads the sum of squares.
+    """Return the result of `Backend.fast_path` where the host has the `fast_numbers` of a step.
 
     ``scale`` returns the present leaves times a factor, or ``None`` if they cannot be written.
     """
-    numbers = fast_numbers(math.sqrt(total), limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers
@@ -256,7 +255,7 @@ def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]
     ``None`` for an array whose layout or dtype has no fast method.
     """
     pairs = zip(arrays, axes, strict=True)
-    row_sums = [_sum_rows(array, along) if along else None for array, along in pairs]
+    row_sums = [_sum_along(array, along) if along else None for array, along in pairs]
 
     # Check all arrays at once, since sums are nearly always in range.
     totals = [sums[0] for sums in row_sums if sums is not None]
@@ -270,7 +269,7 @@ def squares_along(arrays: list[View], axes: Sequence[Axes]) -> list[View | None]
     return [sums and np.asarray(sums[0], np.float64).reshape(sums[2]) for sums in row_sums]
 
 
-def _sum_rows(array: View, axes: tuple[int, ...]) -> _RowSums | None:
+def _sum_along(array: View, axes: tuple[int, ...]) -> _RowSums | None:
     """Return ``Σx²`` along axes by BLAS or einsum, ``None`` for other dtypes and layouts."""
     if array.dtype.char not in "fd":
         return None
@@ -368,9 +367,9 @@ def _layout_along(shape: tuple[int, ...], axes: tuple[int, ...]) -> _Layout | No
     if not axes or not kept or 0 in shape:
         return None
 
-    lengths = tuple([shape[axis] for axis in kept])
-    covered = math.prod([shape[axis] for axis in axes])
-    # A length that divides the row needs no second call for the rest.
+    lengths = tuple(take(shape, kept))
+    covered = math.prod(take(shape, axes))
+    # A length without a remainder saves a second sum.
     divisors = (n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0)
     rows = (*kept, *axes)
     in_order = rows == tuple(range(len(shape)))
@@ -471,7 +470,7 @@ class _NumPy(Backend[View]):
 
         with np.errstate(all="ignore"):
             [total] = sum_of_squares(arrays, [len(arrays)])
-            return fast_path_on_host(leaves, float(total), limit, scale)
+            return fast_path_on_host(leaves, fast_numbers(math.sqrt(total), limit), scale)
 
     def sums(self, mode: int, terms: Terms) -> list[View]:
         if terms.whole:

@@ -41,6 +41,7 @@ from uniclip.backends.base import (
     View,
     WrappedLeaf,
     enter_both,
+    fast_numbers,
     operand,
     row_slices,
     same,
@@ -243,7 +244,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         return tuple([None if leaf is None else _format_of(leaf) for leaf in leaves])
 
     def array_facts(self, arrays: list[tf.Tensor]) -> ArrayFacts:
-        traced = any([tf.is_symbolic_tensor(array) for array in arrays])
+        traced = any(map(tf.is_symbolic_tensor, arrays))
         reads = not traced and all(["CPU" in array.device for array in arrays])
         return ArrayFacts(traced, reads, records=True, double=True)
 
@@ -294,7 +295,7 @@ class _TensorFlow(Backend[tf.Tensor]):
             return None
 
         tensors = [leaf for leaf in leaves if leaf is not None]
-        if not tensors or not all([_is_float32_on_cpu(tensor) for tensor in tensors]):
+        if not tensors or not all(map(_is_float32_on_cpu, tensors)):
             return None
 
         def scale(factor: float) -> list[tf.Tensor]:
@@ -302,7 +303,8 @@ class _TensorFlow(Backend[tf.Tensor]):
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
         [total] = sum_of_squares(list(map(_view_memory, tensors)), [len(tensors)])
-        return fast_path_on_host(leaves, float(total), limit, scale, self.device(tensors[0]))
+        numbers = fast_numbers(math.sqrt(total), limit)
+        return fast_path_on_host(leaves, numbers, scale, self.device(tensors[0]))
 
     def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:

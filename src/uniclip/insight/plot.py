@@ -192,7 +192,7 @@ def _draw_line(ax: Axes, steps: Integers, values: Floats, line: _Line) -> None:
         edge_width = min(line.width, 0.8)
         ax.fill_between(steps, lowest, highest, color=line.color, alpha=0.5, linewidth=edge_width)
         columns = np.split(values, edges[1:-1])
-        values = np.asarray([np.median(column) for column in columns])
+        values = np.asarray(list(map(np.median, columns)))
 
     [drawn] = ax.plot(steps, values, color=line.color, label=line.name)
     drawn.set(linestyle=line.style, linewidth=line.width)

@@ -254,7 +254,7 @@ def _leaf_norms(rows: list[Row]) -> tuple[Integers, list[str], Floats]:
     for row in with_leaves:
         labels |= dict.fromkeys(row["leaves"])
 
-    norms = [[row["leaves"].get(label) for label in labels] for row in with_leaves]
+    norms = [list(map(row["leaves"].get, labels)) for row in with_leaves]
     return (
         np.asarray([row["step"] for row in with_leaves], np.int64),
         list(labels),
@@ -309,7 +309,7 @@ class File:
         if last_header is None or not self.path.exists():
             last_header = self._continue_run(rows[0]["step"])
 
-        lines = [_encode_row(row) for row in rows]
+        lines = list(map(_encode_row, rows))
         if header != last_header:
             lines.insert(0, header)
         with self.path.open("ab") as file:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from uniclip._core.measure import StepInputs
 from uniclip._core.step import run_general_step
 from uniclip._core.tree import flatten, open_tree
 from uniclip._errors import check, real, summarize, whole
@@ -378,7 +379,7 @@ class Recorder:
         for name, scalar in scalars.items():
             row[name] = _to_float(scalar)
         if step.leaves is not None:
-            norms = [_to_float(norm) for norm in step.leaves]
+            norms = list(map(_to_float, step.leaves))
             row["leaves"] = dict(zip(step.labels or (), norms, strict=True))
         for name, number in step.numbers.items():
             row[name] = _to_float(number)
@@ -528,7 +529,8 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     """
     rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
     tree = open_tree(grads)
-    result = run_general_step(rule, tree, NoState(), Step(), rule.constant, apply=None)
+    inputs = StepInputs(rule, [tree], Step(), NoState(), rule.constant)
+    result = run_general_step(inputs, apply=None)
     plan = result.values.plan
     rows = flatten(result.norms()).leaves
     if not rows:

@@ -160,7 +160,7 @@ def largest(record: Record) -> list[Spike]:
         else:
             series.append([spike])
 
-    first_spikes = [_first_large(consecutive) for consecutive in series]
+    first_spikes = list(map(_first_large, series))
     return sorted(first_spikes, key=_descending_ratio)
 
 

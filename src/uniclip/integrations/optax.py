@@ -161,7 +161,7 @@ def _init_for(
     rule_state = rule.init(zeros)
 
     # A step shows the names and dtypes of the scalars. Outside `jax.shard_map` the axis is unknown.
-    is_mapped = any([varying(leaf) for leaf in jax.tree.leaves(zeros)])
+    is_mapped = any(list(map(varying, jax.tree.leaves(zeros))))
     _, _, report = rule.update(zeros, rule_state, zeros, axis_name if is_mapped else None)
     first = report.scalars()
 
@@ -275,8 +275,8 @@ def to_dict(rule: AnyRule, opt_state: optax.OptState, params: optax.Params) -> d
 
     # Flax wraps the arrays of a state, so compare the arrays and not the containers.
     arrays = jax.tree.leaves(state.memory)
-    shapes = [jnp.shape(array) for array in arrays]
-    expected_shapes = [jnp.shape(array) for array in jax.tree.leaves(first_state)]
+    shapes = list(map(jnp.shape, arrays))
+    expected_shapes = list(map(jnp.shape, jax.tree.leaves(first_state)))
     expected = "the state of an optimizer with this rule, for params of these shapes"
     check("opt_state", opt_state, shapes == expected_shapes, expected)
 
@@ -415,7 +415,7 @@ def _state_for_any_params(rule: BaseRule) -> Tree:
     If the number of its arrays depends on the parameters, a single array stands for all of them.
     """
     if isinstance(rule, Chain):
-        return tuple([_state_for_any_params(inner) for inner in rule.rules])
+        return tuple(map(_state_for_any_params, rule.rules))
     if isinstance(rule, Masked):
         return _state_for_any_params(rule.rule)
     if not _has_state(rule):

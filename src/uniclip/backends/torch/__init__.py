@@ -37,6 +37,7 @@ from uniclip.backends.base import (
     row_slices,
     same,
     stack_terms,
+    take,
     unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
@@ -219,8 +220,8 @@ def _multiply_groups(
 
     products = list(arrays)
     for numbers in _by_layout(arrays):
-        group = [arrays[number] for number in numbers]
-        factor: Any = [factors[number] for number in numbers]
+        group = take(arrays, numbers)
+        factor: Any = take(factors, numbers)
         if same(factor):
             factor = _factor_for(group[0], factor[0])
 
@@ -320,9 +321,9 @@ def sums_on_host(backend: _Torch, terms: Terms) -> list[View]:
         if array.dtype not in NOT_IN_NUMPY and (terms.p == 2 or array.numel() <= PIECE)
     ]
     terms_in_numpy = terms._replace(
-        arrays=[host_view(arrays[number]) for number in in_numpy],
-        axes=axes and [axes[number] for number in in_numpy],
-        units=units and [units[number] for number in in_numpy],
+        arrays=list(map(host_view, take(arrays, in_numpy))),
+        axes=axes and take(axes, in_numpy),
+        units=units and take(units, in_numpy),
     )
     sums = dict(zip(in_numpy, sums_of_arrays(terms_in_numpy), strict=True))
 
@@ -331,7 +332,7 @@ def sums_on_host(backend: _Torch, terms: Terms) -> list[View]:
         for number, term in enumerate(tensor_terms.by_array()):
             if number not in sums:
                 sums[number] = host_view(power_sum(backend, *term))
-    return stack_terms(DEFAULT, [sums[number] for number in range(len(arrays))], terms)
+    return stack_terms(DEFAULT, take(sums, range(len(arrays))), terms)
 
 
 def squares_on_device(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -341,7 +342,7 @@ def squares_on_device(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
     home = arrays[0].device
     norms: list[Any] = [None] * len(arrays)
     for numbers in _by_layout(arrays):
-        group = [arrays[number] for number in numbers]
+        group = take(arrays, numbers)
         device = group[0].device
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
-from uniclip.backends.base import Axes, Backend, Products, Terms, in_groups, stack_terms
+from uniclip.backends.base import Axes, Backend, Products, Terms, in_groups, stack_terms, take
 from uniclip.backends.torch.fast_path import are_dense
 from uniclip.backends.torch.kernels import give_up
 
@@ -615,7 +615,7 @@ def _make_work(batch: Batch, rows: Rows, dtypes: tuple[torch.dtype, ...]) -> Wor
     return Work(
         _send_parts(batch, tables.chunks),
         _send_parts(batch, tables.tiles),
-        _send(batch, norms),
+        _copy_to_device(batch, norms),
         len(norms),
         tables.sum_count,
         bool((starts == numbers).all() and (stops - starts == 1).all()),
@@ -633,11 +633,11 @@ def _send_parts(batch: Batch, by_dtype: dict[torch.dtype, list[_Vector]]) -> lis
     for dtype, tables in by_dtype.items():
         table = np.concatenate(tables)
         if len(table):
-            parts.append(Part(dtype, _send(batch, table), len(table)))
+            parts.append(Part(dtype, _copy_to_device(batch, table), len(table)))
     return parts
 
 
-def _send(batch: Batch, integers: _Vector | tuple[int, ...]) -> torch.Tensor:
+def _copy_to_device(batch: Batch, integers: _Vector | tuple[int, ...]) -> torch.Tensor:
     """Send integers to the device without a wait: from pinned memory."""
     host = torch.as_tensor(integers, dtype=torch.int64, device="cpu")
     if INTERPRETED:
@@ -658,7 +658,7 @@ def _send_addresses(batch: Batch, outputs: Sequence[torch.Tensor]) -> torch.Tens
     key = addresses, batch.device, batch.stream
     sent = _addresses.get(key)
     if sent is None:
-        sent = _send(batch, addresses)
+        sent = _copy_to_device(batch, addresses)
         with _lock:
             _reserve(len(addresses))
             if len(_addresses) >= _CACHE_SIZE:
@@ -783,34 +783,27 @@ def _run_changes(
     return batch.arrays
 
 
+def _launches(
+    kernel: Any, parts: Sequence[Part], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> list[Launch]:
+    """Return the launches of a kernel that takes the table of each part."""
+    launches = []
+    for part in parts:
+        dtype = {"DTYPE": DTYPES[part.dtype]}
+        launches.append(Launch(kernel, part.programs, (part.table, *arguments), dtype | constants))
+    return launches
+
+
 def _sum_launches(work: Work, addresses: torch.Tensor, partial_sums: torch.Tensor) -> list[Launch]:
     """Return the launches that measure all chunks."""
-    return [
-        Launch(
-            sum_chunks,
-            part.programs,
-            (part.table, addresses, partial_sums),
-            {"DTYPE": DTYPES[part.dtype], **SUM_PARAMETERS},
-        )
-        for part in work.chunks
-    ]
+    return _launches(sum_chunks, work.chunks, (addresses, partial_sums), SUM_PARAMETERS)
 
 
-def _scale_launches(
-    work: Work, addresses: torch.Tensor, to_outputs: int, factors: torch.Tensor, *, zero: bool
-) -> list[Launch]:
+def _scale_launches(work: Work, arguments: tuple[Any, ...], *, zero: bool) -> list[Launch]:
     """Return the launches that multiply chunks and tiles."""
-    kernels = [(scale_chunks, part, SCALE_PARAMETERS) for part in work.chunks]
-    kernels += [(scale_rows, part, ROWS_PARAMETERS) for part in work.tiles]
-    return [
-        Launch(
-            kernel,
-            part.programs,
-            (part.table, addresses, to_outputs, factors),
-            {"DTYPE": DTYPES[part.dtype], "ZERO": zero, **parameters},
-        )
-        for kernel, part, parameters in kernels
-    ]
+    chunks = _launches(scale_chunks, work.chunks, arguments, {"ZERO": zero, **SCALE_PARAMETERS})
+    tiles = _launches(scale_rows, work.tiles, arguments, {"ZERO": zero, **ROWS_PARAMETERS})
+    return chunks + tiles
 
 
 # --- 4. The backend's functions.
@@ -848,7 +841,7 @@ def clip(
         return [
             *_sum_launches(work, addresses, partial_sums),
             Launch(find_factor, 1, arguments, NORM_PARAMETERS),
-            *_scale_launches(work, addresses, to_outputs, factor_and_norm, zero=False),
+            *_scale_launches(work, (addresses, to_outputs, factor_and_norm), zero=False),
         ]
 
     rows = Rows(_lengths(arrays))
@@ -976,16 +969,7 @@ def _all_sum_launches(
             arguments = (work.norms, partial_sums, out)
             launches.append(Launch(join_sums, work.norm_count, arguments, JOIN_PARAMETERS))
 
-    launches += [
-        Launch(
-            sum_rows,
-            part.programs,
-            (part.table, addresses, out),
-            {"DTYPE": DTYPES[part.dtype], **ROWS_PARAMETERS},
-        )
-        for part in work.tiles
-    ]
-    return launches
+    return launches + _launches(sum_rows, work.tiles, (addresses, out), ROWS_PARAMETERS)
 
 
 def _in_blocks(terms: Terms, out: torch.Tensor) -> list[torch.Tensor]:
@@ -1013,11 +997,12 @@ def _one_leaf_each(
     norms of a block have one shape.
     """
     blocks = in_groups(range(len(terms.arrays)), terms.blocks)
-    of_blocks = out.split([sum([lengths[leaf] for leaf in block]) for block in blocks])
-    return [
-        part.view(len(block), *kept[block[0]])
-        for part, block in zip(of_blocks, blocks, strict=True)
-    ]
+    heights = [sum(take(lengths, block)) for block in blocks]
+    rows = []
+    for part, block in zip(out.split(heights), blocks, strict=True):
+        shape = len(block), *kept[block[0]]
+        rows.append(part.view(shape))
+    return rows
 
 
 def scale(products: Products) -> Sequence[torch.Tensor] | None:
@@ -1043,7 +1028,7 @@ def scale(products: Products) -> Sequence[torch.Tensor] | None:
     factors = _flat(products.blocks)
 
     def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
-        return _scale_launches(work, addresses, to_outputs, factors, zero=products.zero)
+        return _scale_launches(work, (addresses, to_outputs, factors), zero=products.zero)
 
     rows = Rows(shape.widths, shape.heights, first_norms)
     return _run_changes(batch, rows, in_place=products.in_place, launches=launches)
@@ -1080,15 +1065,8 @@ def bound(
     high = float(np.float32(high))
 
     def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
-        return [
-            Launch(
-                bound_chunks,
-                part.programs,
-                (part.table, addresses, to_outputs, low, high),
-                {"DTYPE": DTYPES[part.dtype], **SCALE_PARAMETERS},
-            )
-            for part in work.chunks
-        ]
+        arguments = (addresses, to_outputs, low, high)
+        return _launches(bound_chunks, work.chunks, arguments, SCALE_PARAMETERS)
 
     rows = Rows(_lengths(arrays))
     return _run_changes(batch, rows, in_place=in_place, launches=launches)

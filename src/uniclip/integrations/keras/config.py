@@ -16,7 +16,7 @@ from uniclip.rule import BaseRule, Rule
 def with_output_axis_last(rule: BaseRule) -> BaseRule:
     """Return the rule for weights whose output axis is the last, as in Keras, even on PyTorch."""
     if isinstance(rule, Chain):
-        return Chain(tuple([with_output_axis_last(inner) for inner in rule.rules]))
+        return Chain(tuple(map(with_output_axis_last, rule.rules)))
     if isinstance(rule, Masked):
         return Masked(with_output_axis_last(rule.rule), rule.where)
     if not (isinstance(rule, Rule) and callable(rule.scope.axes)):

@@ -81,7 +81,7 @@ def sum_over_replicas(
 ) -> list[tf.Tensor]:
     """Return the sums of the gradients of all replicas, as dense tensors."""
     # The sum of sparse gradients would lose its shape.
-    dense = [tf.convert_to_tensor(grad) for grad in grads]
+    dense = list(map(tf.convert_to_tensor, grads))
     sums: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, dense)
     return sums
 
@@ -112,13 +112,13 @@ def _run_if_in_jax(
     flag: Tensor, function: Callable[[], None], variables: list[keras.Variable]
 ) -> None:
     """Run `run_if` in JAX, where a branch cannot assign: it returns the values of all variables."""
-    old_values = [value_of(variable) for variable in variables]
+    old_values = list(map(value_of, variables))
 
     def compute_new_values() -> list[Tensor]:
         mapping = list(zip(variables, old_values, strict=True))
         with keras.StatelessScope(mapping) as scope:
             function()
-        return [scope.get_current_value(variable) for variable in variables]
+        return list(map(scope.get_current_value, variables))
 
     values = keras.ops.cond(flag, compute_new_values, lambda: old_values)
     for variable, new_value in zip(variables, values, strict=True):

@@ -67,7 +67,7 @@ def check_masks_and_labels(rule: BaseRule, paths: list[Path], leaves: list[torch
         what = "scopes.groups(label)"
         if isinstance(inner, Masked):
             what = "masked(rule, where)"
-            answers = [bool(answer) for answer in answers]
+            answers = list(map(bool, answers))
         check_answers_differ(what, function, paths, leaves, answers, by_leaf=named)
         inner.answers_checked.append(True)
 
