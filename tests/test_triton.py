@@ -195,7 +195,7 @@ def launches(rule: Any, leaves: int, started: list[str]) -> tuple[int, int]:
         "rows": (3, 2),
         "rms": (3, 6),
         "zclip": (3, 34),
-        "adagc": (3, 42),
+        "adagc": (3, 44),
         "autoclip": (3, 32),
         "percentile_clipping": (3, 16),
         "skip_spikes": (3, 50),
