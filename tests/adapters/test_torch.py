@@ -308,7 +308,7 @@ def test_one_rule_for_each_optimizer() -> None:
     assert w.tolist() == [-3, -4]
     last = attach(optimizer, uc.by_global_norm(1.0), record=record)
     handle.remove()
-    with pytest.raises(ValueError, match="a recorder of its own"):
+    with pytest.raises(ValueError, match="a separate recorder"):
         attach(SGD([five()]), uc.by_global_norm(1.0), record=record)
     Wrapper(optimizer).step()
     assert last.report.norms.item() == 5

@@ -194,6 +194,7 @@ namespace: Any = SimpleNamespace(
     float32=tf.float32,
     float64=tf.float64,
     floor=tf.floor,
+    full_like=lambda x, fill_value, /: tf.fill(tf.shape(x), tf.cast(fill_value, x.dtype)),
     greater=tf.greater,
     greater_equal=tf.greater_equal,
     iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
