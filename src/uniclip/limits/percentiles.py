@@ -341,7 +341,8 @@ def _interpolate(context: Context, history: Tensor, present: Tensor, position: T
     """
     xp = context.xp
     dtype = history.dtype
-    window = history.shape[1]
+    # While `torch.jit.trace` records, a length is a tensor.
+    window = int(history.shape[1])
     ascending = xp.sort(history, axis=1)
 
     # Missing norms are -1, so they come first, and have negative ranks.
