@@ -341,7 +341,7 @@ def _interpolate(context: Context, history: Tensor, present: Tensor, position: T
     """
     xp = context.xp
     dtype = history.dtype
-    # While `torch.jit.trace` records, a length is a tensor.
+    # Some tracers record a length as a tensor.
     window = int(history.shape[1])
     ascending = xp.sort(history, axis=1)
 
