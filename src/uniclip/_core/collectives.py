@@ -361,11 +361,9 @@ class Collectives:
         totals = [plan.math.add(of_norm, op) for of_norm in addends]
         blocks = [plan.math.stack(list(b)) for b in in_groups(totals, plan.heights * len(sums))]
         count = len(trees) * len(plan.blocks)
-        present = None if payload.present is None else blocks[count:]
-        reduced = payload._replace(
-            losses=extras.losses, nonfinite_arrays=extras.nonfinite_arrays, present=present
-        )
-        return blocks[:count], reduced
+        if payload.present is not None:
+            extras = extras._replace(present=blocks[count:])
+        return blocks[:count], extras._replace(sizes=payload.sizes)
 
     def _reduce_within(
         self, group: ShardGroup | None, partial_sums: dict[int, Any], extras: Payload, op: Op

@@ -348,11 +348,15 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
         )
         raise TypeError(msg)
 
-    if not built_in:
-        return
+    if built_in:
+        _check_rows(rule, plan, states)
 
-    for of_block, block in zip(states, blocks, strict=True):
-        if isinstance(limit, PerGroup):
+
+def _check_rows(rule: Choices, plan: Plan, states: Sequence[Any]) -> None:
+    """Raise if the states of the blocks have other numbers of rows than there are norms."""
+    for of_block, block in zip(states, plan.blocks, strict=True):
+        # The state of limits of groups is a tuple with the state of each group.
+        if isinstance(rule.limit, PerGroup):
             rows = [len(of_block)]
         else:
             rows = [array.shape[0] for array in of_block if len(array.shape)]

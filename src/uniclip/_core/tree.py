@@ -436,22 +436,19 @@ def open_leaves(
         backend = backend_for(leaves, name, spec)
         candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
-        backend = leaf_info.backend
-        candidates = leaf_info.wrapped
+        backend, candidates = leaf_info.backend, leaf_info.wrapped
 
     arrays = leaves
     wrapped: dict[int, WrappedLeaf] = {}
     if candidates:
         # Integers become the default float, which depends on the device.
+        arrays = list(leaves)
         with backend.computation_context(leaves[candidates[0]]):
             for number in candidates:
                 leaf = _unwrap(backend, leaves[number], in_place=in_place, whole=whole)
                 if leaf is not None:
                     wrapped[number] = leaf
-
-        arrays = list(leaves)
-        for number, leaf in wrapped.items():
-            arrays[number] = leaf.array
+                    arrays[number] = leaf.array
 
     if leaf_info is None:
         with backend.computation_context():
