@@ -151,7 +151,7 @@ def wrong_leaves(fw: Framework, uc: Any) -> None:
     for call in calls:
         with pytest.raises(TypeError, match=r"grads\['w'\]\[1\] is a float.*array"):
             call({"w": [fw.array([1.0]), 2.0]})
-        with pytest.raises(TypeError, match=r"grads\[1\] is a .*grads\[0\] is a "):
+        with pytest.raises(TypeError, match=r"grads\[1\] is an? .*grads\[0\] is an? "):
             call([fw.array([1.0]), stranger])
 
 
