@@ -136,7 +136,7 @@ def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
 
     The index of padding is beyond the shape.
     """
-    # Padding has an index beyond the shape, and its values must not be counted.
+    # The values of padding may be anything, and must not be counted.
     bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     inside = jnp.all(leaf.indices < bounds, axis=-1)
     data = leaf.data.astype(sum_dtype(jnp, leaf.dtype))
@@ -432,7 +432,7 @@ def flatten_registered(node: Tree) -> tuple[list[Tree], _Structure, Path] | None
     """
     tree_util = jax.tree_util
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
-    # JAX takes an object of a class that is not registered for a leaf.
+    # JAX treats an object of an unregistered class as a leaf.
     if treedef == tree_util.tree_structure(0):
         return None
 

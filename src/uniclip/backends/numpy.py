@@ -203,7 +203,7 @@ def _vector_squares(flat: View) -> float:
 
     if flat.dtype.char == "d":
         return total or _zero_or_underflown(flat)
-    # Float32 squares may have overflowed or lost digits, so such a sum is not trusted.
+    # Out of this range float32 squares overflow or lose digits, so they are added again.
     if LOW < total < HIGH or (total == 0 and all_zero(flat)):
         return total
     return sum(_dot_squares(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
@@ -455,7 +455,7 @@ class _NumPy(Backend[View]):
         return np.asarray(array)
 
     def from_host(self, array: View, device: Device) -> View:
-        # NumPy's own reductions return scalars in place of 0-d arrays.
+        # Return a scalar, as NumPy's own reductions do in place of a 0-d array.
         return array[()] if array.ndim == 0 else array
 
     def fast_path(

@@ -225,7 +225,7 @@ def _multiply_groups(
         if same(factor):
             factor = _factor_for(group[0], factor[0])
 
-        # If zeros are put in first, the group holds copies, which may be overwritten.
+        # Zeroed arrays are new, or are changed in place, so the product may overwrite them.
         writes = in_place
         if zero:
             group = _zero_by_factor(group, factor, in_place=in_place)
@@ -808,7 +808,7 @@ class _Torch(dtensor.Distributed):
                     piece.copy_(function(piece, *operands))
                 return
 
-            # A view of the array would change while piece after piece is written.
+            # An operand that is a view of the array would change while pieces are written.
             expanded = [_copy_if_shared(x, array).expand(array.shape) for x in operands]
             slices = [...] if pieces is None else row_slices(array.shape)
             for rows in slices:

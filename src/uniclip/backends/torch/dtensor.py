@@ -289,7 +289,7 @@ def _groups_of(all_reduce: object) -> list[ProcessGroup] | None:
 def _all_reduce(groups: Sequence[ProcessGroup], array: torch.Tensor, op: Op) -> torch.Tensor:
     """Return a new array, reduced over one process group after the other."""
     for group in groups:
-        # PyTorch's collective records no derivative, so a function with its own one calls it.
+        # PyTorch's collective records no derivative, so an autograd function wraps it.
         reduce = _reduce_over_group
         if tracing() or is_recorded(array):
             reduce = _Reduced.apply

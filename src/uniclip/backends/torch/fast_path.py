@@ -74,7 +74,7 @@ def fast_path(leaves: list[Tensor | None], limit: float, *, in_place: bool) -> F
     if numbers is None:
         return None
     norm, limit, factor = numbers
-    # Nothing is written within the limit, so overlaps need no check before.
+    # Nothing is written within the limit, so overlaps are checked only after this.
     if factor == 1:
         return FastResult(norm, limit, factor, leaves, _CPU)
 
