@@ -210,6 +210,7 @@ def _standard(leaf: object) -> Backend | None:
     if hasattr(leaf, "__array_namespace__") and not hasattr(type(leaf), "__array_namespace__"):
         return None
 
+    # Classes of one library share a backend, and with it all that is cached.
     library = array_api_compat.array_namespace(leaf)
     for backend in BACKEND_CACHE.values():
         if isinstance(backend, Standard) and backend.library is library:

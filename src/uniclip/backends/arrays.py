@@ -118,6 +118,7 @@ def overlaps_itself(view: View) -> bool:
     """Return whether several elements may share memory, as those of a broadcast array do."""
     axes = zip(view.strides, view.shape, strict=True)
     strided = sorted((abs(stride), length) for stride, length in axes if length > 1)
+    # From the smallest on, each stride has to step over all elements before it.
     end = view.itemsize
     for stride, length in strided:
         if stride < end:
@@ -130,6 +131,7 @@ def overlapping(views: dict[int, View]) -> Iterator[tuple[int, int]]:
     """Yield two numbers for each array whose memory range overlaps that of one before:
     the smaller one first.
     """
+    # In the order of addresses one pass finds overlaps, without a test of each pair.
     ranges = sorted([(*byte_bounds(view), number) for number, view in views.items()])
     last = 0
     end = 0
@@ -200,6 +202,7 @@ class _Namespace:
         attribute = getattr(self.__dict__["_library"], name)
         if name in _MAKERS:
             attribute = _make_on_step_device(attribute)
+        # Python calls this method for missing names only, so each is looked up once.
         self.__dict__[name] = attribute
         return attribute
 
@@ -211,6 +214,7 @@ def _make_on_step_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(make)
     def make_there(*args: Any, **options: Any) -> Tensor:
+        # A device that was entered as a context applies already, and needs no keyword.
         target = _STEP_DEVICE.get()
         if target is None or target.is_context or options.get("device") is not None:
             return make(*args, **options)

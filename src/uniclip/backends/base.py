@@ -122,6 +122,7 @@ class LeafInfo:
 
     def without_leaves(self, backend: Backend | None = None) -> LeafInfo:
         """Return the summary of a tree without gradients, of another library if one is given."""
+        # Trees of equal formats share one summary, so only a copy may be changed.
         leaf_info = copy(self) if backend is None else LeafInfo(backend, [], ())
         leaf_info.present = ()
         leaf_info.wrapped = ()
@@ -196,6 +197,7 @@ def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None
     if not (norm_fits and limit_fits):
         return None
 
+    # Compare rounded numbers, so that a factor of 1 agrees with the reported norm and limit.
     norm = float(np.float32(norm))
     limit = float(np.float32(min(limit, FLOAT32_MAX)))
     if norm <= limit:
@@ -296,6 +298,7 @@ class Products(NamedTuple):
             rows[block] = _rows_of(backend, self.blocks[block], used.count(block))
         factors = [rows[block][row] for block, row in self.places]
 
+        # Replicas of a shard must count once in the derivative of their factor.
         if self.shards is not None:
             for number, shard in enumerate(self.shards):
                 if shard is not None:
@@ -431,6 +434,7 @@ class Backend(Generic[A]):
         """
         if leaf_info.traced:
             return TRACED
+        # One traced input, such as a limit, makes the result of the step traced.
         arrays: list[A] = optree.tree_leaves(inputs)  # type: ignore[arg-type]
         if any([self.traced(array) for array in arrays]):
             return TRACED
@@ -1000,6 +1004,7 @@ def times(xp: Namespace, array: A, factor: A, zero: bool) -> A:
     With ``zero``, a factor of 0 turns NaN and ∞ into 0, too.
     """
     wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
+    # NaN times 0 is NaN, so the elements become 0 before the product.
     if zero:
         wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
     product = wide * factor
@@ -1027,6 +1032,7 @@ def cut(xp: Namespace, array: A, axes: Axes, size: int) -> Iterable[A] | None:
     if math.prod(array.shape) <= size:
         return None
 
+    # The first axis may be too short to be cut into small pieces.
     if axes is None:
         array = xp.reshape(array, (-1,))
     return (array[rows, ...] for rows in row_slices(array.shape, size))

@@ -136,6 +136,7 @@ def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
 
     The index of padding is beyond the shape.
     """
+    # The values of padding may be anything, and must not be counted.
     bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     inside = jnp.all(leaf.indices < bounds, axis=-1)
     data = leaf.data.astype(sum_dtype(jnp, leaf.dtype))
@@ -314,6 +315,7 @@ def _count_replicas(
 
 def _axis_size(name: str) -> int:
     """Return the number of devices along an axis."""
+    # The sum of a constant is known while JAX traces: it is the size of the axis.
     try:
         return jax.lax.psum(1, name)
     except NameError as error:
@@ -430,6 +432,7 @@ def flatten_registered(node: Tree) -> tuple[list[Tree], _Structure, Path] | None
     """
     tree_util = jax.tree_util
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    # JAX treats an object of an unregistered class as a leaf.
     if treedef == tree_util.tree_structure(0):
         return None
 
@@ -607,6 +610,7 @@ class _JAX(Backend[jax.Array]):
         if same(factors) and self.traced(factors[0]):
             return self._multiply_unless_one(arrays, factors, zero=zero)
 
+        # `_scale_all` only multiplies, so NaN times a factor of 0 would stay NaN.
         numbers = not any([hasattr(factor, "shape") for factor in factors])
         makes_zeros = zero and not (numbers and all(factors))
         if not (in_place or makes_zeros) and _can_share_a_call(arrays):
@@ -633,6 +637,7 @@ class _JAX(Backend[jax.Array]):
     ) -> View | list[jax.Array] | None:
         """Return factors for `_scale_all`, ``None`` if it cannot take them."""
         if numbers:
+            # Products are computed in the dtype of the factors, so these are as narrow as possible.
             double = any(array.dtype in _DOUBLE for array in arrays)
             dtype = np.float64 if double else np.float32
             return np.asarray(factors, dtype)

@@ -158,6 +158,7 @@ def concatenated_squares(flat: View, sizes: list[int], lengths: list[int]) -> Vi
     wide = flat.astype(np.float64, copy=False)
     starts = list(accumulate(add_groups(sizes, lengths)[:-1], initial=0))
     totals: View = np.add.reduceat(wide * wide, starts)
+    # A caller takes 0 for exact, so a sum that underflowed must not be 0.
     if not never_underflows and not totals.all():
         nonzero = np.add.reduceat(wide != 0, starts) > 0
         totals[(totals == 0) & nonzero] = UNDERFLOWN
@@ -174,6 +175,7 @@ def array_squares(array: View, wide: bool = False) -> float:
     if has_blas and (array.size <= PIECE or array.flags.forc):
         return _vector_squares(array.ravel("K"))
 
+    # Other dtypes and layouts are converted in pieces, since a copy of a large array is slow.
     least = np.float64 if wide else np.float32
     dtype = np.result_type(array.dtype, least)
     with walk([array], "readonly", [dtype]) as pieces:
@@ -182,6 +184,7 @@ def array_squares(array: View, wide: bool = False) -> float:
 
 def _vector_squares(flat: View) -> float:
     """Return ``Σx²`` of a vector: short sums in its own precision, which are added in float64."""
+    # A short vector is cheap to copy, and float32 squares stay in the range of float64.
     if flat.size <= _COPIED:
         dtype = np.result_type(flat.dtype, np.float64)
         return _dot_squares(flat.astype(dtype, copy=False))
@@ -200,6 +203,7 @@ def _vector_squares(flat: View) -> float:
 
     if flat.dtype.char == "d":
         return total or _zero_or_underflown(flat)
+    # Out of this range float32 squares overflow or lose digits, so they are added again.
     if LOW < total < HIGH or (total == 0 and all_zero(flat)):
         return total
     return sum(_dot_squares(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
@@ -451,6 +455,7 @@ class _NumPy(Backend[View]):
         return np.asarray(array)
 
     def from_host(self, array: View, device: Device) -> View:
+        # Return a scalar, as NumPy's own reductions do in place of a 0-d array.
         return array[()] if array.ndim == 0 else array
 
     def fast_path(
@@ -468,6 +473,7 @@ class _NumPy(Backend[View]):
                 return None
             return [np.multiply(array, factor, out=array) for array in arrays]
 
+        # `fast_numbers` rejects a sum that overflowed, so NumPy need not warn of it.
         with np.errstate(all="ignore"):
             [total] = sum_of_squares(arrays, [len(arrays)])
             return fast_path_on_host(leaves, fast_numbers(math.sqrt(total), limit), scale)
@@ -583,6 +589,7 @@ def _are_separate(arrays: list[Any]) -> bool:
     if all([array.base is None and array.flags.owndata for array in arrays]):
         return len(set(map(id, arrays))) == len(arrays)
 
+    # In the order of addresses only neighbors are compared, not all pairs.
     spans = sorted([(array.__array_interface__["data"][0], array.nbytes) for array in arrays])
     return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
 

@@ -170,6 +170,7 @@ def _sort(x: tf.Tensor, /, *, axis: int = -1) -> tf.Tensor:
     """Sort along an axis. tf.sort would read its axis on the host, where it is a tensor."""
     order = list(range(x.shape.rank))
     order.append(order.pop(axis))
+    # `top_k` sorts the last axis from large to small, so the sign is changed twice.
     last = -tf.nn.top_k(-tf.transpose(x, order), x.shape[axis]).values
     return tf.transpose(last, [order.index(place) for place in range(x.shape.rank)])
 
@@ -320,12 +321,14 @@ class _TensorFlow(Backend[tf.Tensor]):
         TensorFlow's own kernels convert a whole array to float64 first, and XLA's loop is slower.
         """
         size = array.shape.num_elements() or 0
+        # A float32 sum may overflow before it is replaced, and a debugger would stop there.
         if array.dtype not in _SINGLE or size <= _LONG or self.debug_infs():
             return None
         if _in_xla():
             return _sum_squares_in_rows(tf.cast(array, tf.float32))
         if array.dtype != tf.float32:
             return None
+        # `l2_loss` is half the sum of squares, by one operation.
         return 2 * tf.nn.l2_loss(array)
 
     def stacks(self, array: tf.Tensor | None) -> bool:

@@ -225,6 +225,7 @@ def _multiply_groups(
         if same(factor):
             factor = _factor_for(group[0], factor[0])
 
+        # Zeroed arrays are new, or are changed in place, so the product may overwrite them.
         writes = in_place
         if zero:
             group = _zero_by_factor(group, factor, in_place=in_place)
@@ -259,6 +260,7 @@ def _zero_by_factor(
 
     Their bits are multiplied by 0 or 1, as integers. The arrays may be written afterwards.
     """
+    # NaN times 0 is NaN, but its bits times the integer 0 are those of the number 0.
     integer = _BITS[arrays[0].dtype]
     bits = [array.view(integer) for array in arrays]
     flags: Any
@@ -347,12 +349,14 @@ def squares_on_device(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         group_norms = torch._foreach_norm(group, 2, dtype=dtype)
+        # All norms of another device are moved by one transfer, not by one for each.
         if device != home:
             group_norms = torch.stack(group_norms).to(home, non_blocking=True).unbind()
         for number, norm in zip(numbers, group_norms, strict=True):
             norms[number] = norm
 
     stacked = torch.stack(norms)
+    # A dot product is one kernel, where a square and a sum are two.
     if len(lengths) == 1:
         return torch.dot(stacked, stacked).unsqueeze(0)
     rows = stacked.square()
@@ -439,6 +443,7 @@ _UNSUPPORTED: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 def _replace_elements(leaf: Array, new: Array) -> None:
     """Give a COO tensor the elements of another one."""
     leaf.data = new
+    # Autograd does not notice that the data of a tensor are replaced.
     increment_version(leaf)
 
 
@@ -485,6 +490,7 @@ def _memory_of(leaf: Array) -> View | None:
         values = leaf._values()
     elif leaf.layout is not torch.strided:
         values = leaf.values()
+    # PyTorch counts strides in elements, and NumPy counts them in bytes.
     size = values.element_size()
     strides = [size * stride for stride in values.stride()]
     return np.asarray(Address(values.data_ptr(), values.shape, strides, size))
@@ -564,6 +570,7 @@ class _Torch(dtensor.Distributed):
 
     def to_host(self, arrays: list[Array]) -> list[View]:
         views: list[Any] = [None] * len(arrays)
+        # The host waits for each transfer, so there is one for each device and dtype.
         for numbers in _by_device(arrays):
             flat = torch.cat([arrays[number].detach().reshape(-1) for number in numbers]).cpu()
             # NumPy has no bfloat16.
@@ -608,6 +615,7 @@ class _Torch(dtensor.Distributed):
     def scale(self, products: Products) -> list[Array]:
         first = products.arrays[0]
         kernels = None
+        # Kernels follow addresses, so they see neither tracers nor tangents.
         if not (first.is_cpu or tracing() or in_forward_mode()):
             kernels = kernels_on(first.device)
         new: list[Array] | None = None if kernels is None else kernels.scale(products)
@@ -800,6 +808,7 @@ class _Torch(dtensor.Distributed):
                     piece.copy_(function(piece, *operands))
                 return
 
+            # An operand that is a view of the array would change while pieces are written.
             expanded = [_copy_if_shared(x, array).expand(array.shape) for x in operands]
             slices = [...] if pieces is None else row_slices(array.shape)
             for rows in slices:

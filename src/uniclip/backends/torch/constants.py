@@ -49,6 +49,7 @@ def constant(array: View, device: torch.device) -> torch.Tensor:
     key = array.tobytes(), array.dtype.str, array.shape, device
     sent = _sent.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A tensor made during a capture lies in the graph's own memory, so it is not cached.
         if sent is None:
             return _send(array, device)
         # A capture begins after all transfers have finished.
@@ -61,6 +62,7 @@ def constant(array: View, device: torch.device) -> torch.Tensor:
         tensor = _send(array, device)
         event = of_device.Event()
         event.record(stream)
+        # A run with many shapes must not fill the memory of the device with constants.
         with _lock:
             if len(_sent) >= _CACHE_SIZE:
                 _sent.clear()
@@ -70,6 +72,7 @@ def constant(array: View, device: torch.device) -> torch.Tensor:
     # Another stream may read the constant only after it has arrived.
     if sent.stream != stream:
         stream.wait_event(sent.event)
+        # The allocator must not reuse the memory before this stream has read it.
         sent.tensor.record_stream(stream)
     return sent.tensor
 

@@ -33,6 +33,7 @@ def is_dtensor(leaf: object) -> bool:
     """Return whether a tensor is a distributed one."""
     if type(leaf) is torch.Tensor:
         return False
+    # No distributed tensor exists before this module is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, module.DTensor)
 
@@ -208,6 +209,7 @@ class LocalShard:
             else:
                 placements.append(Shard(placement.dim - 1))
 
+        # A tensor on `meta` has the strides of a contiguous one, but takes no memory.
         total = torch.empty(like.shape[1:], device="meta")
         return DTensor.from_local(
             local,
@@ -287,6 +289,7 @@ def _groups_of(all_reduce: object) -> list[ProcessGroup] | None:
 def _all_reduce(groups: Sequence[ProcessGroup], array: torch.Tensor, op: Op) -> torch.Tensor:
     """Return a new array, reduced over one process group after the other."""
     for group in groups:
+        # PyTorch's collective records no derivative, so an autograd function wraps it.
         reduce = _reduce_over_group
         if tracing() or is_recorded(array):
             reduce = _Reduced.apply
@@ -300,6 +303,7 @@ def _reduce_over_group(array: torch.Tensor, op: Op, group: ProcessGroup) -> torc
     if op == "sum":
         operation = torch.distributed.ReduceOp.SUM
 
+    # `all_reduce` overwrites its argument, which the caller still uses.
     reduced = array.clone()
     torch.distributed.all_reduce(reduced, operation, group=group)
     return reduced

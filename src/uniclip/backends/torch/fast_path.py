@@ -74,6 +74,7 @@ def fast_path(leaves: list[Tensor | None], limit: float, *, in_place: bool) -> F
     if numbers is None:
         return None
     norm, limit, factor = numbers
+    # Nothing is written within the limit, so overlaps are checked only after this.
     if factor == 1:
         return FastResult(norm, limit, factor, leaves, _CPU)
 
@@ -102,6 +103,7 @@ def _fast_path_on_device(
     if not (are_separate_blocks(arrays) if in_place else are_dense(arrays)):
         return None
 
+    # The norm is compared in float32, and the reported limit has to be the same number.
     limit = float(np.float32(limit))
     kernels = kernels_on(device)
     clipped = None if kernels is None else kernels.clip(arrays, limit, in_place=in_place)
@@ -180,6 +182,7 @@ def bound(arrays: list[Tensor], low: float, high: float, *, in_place: bool) -> l
     if new is not None:
         return new
 
+    # Groups by dtype lose the order of the arrays, so results are found by identity.
     clamped: dict[int, Tensor] = {}
     for group in by_dtype(arrays).values():
         bounded = _clamp(group, low, high, in_place=in_place)

@@ -74,6 +74,7 @@ def give_up(device: torch.device, error: BaseException) -> None:
             if key[0] == device:
                 _decisions[key] = None
 
+    # A warning may raise an error or run a user's hook, so it is given outside of the lock.
     if is_first:
         warnings.warn(
             f"uniclip's Triton kernels cannot be used on {device} ({message}), and PyTorch's own "

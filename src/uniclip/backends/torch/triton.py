@@ -521,6 +521,7 @@ def _work_of(batch: Batch, rows: Rows) -> Work | None:
     key = rows, dtypes, batch.device
     sent = _works.get(key)
 
+    # No table is sent during a capture, and the graph reads this one at each replay.
     if batch.capturing:
         if sent is None:
             return None
@@ -529,6 +530,7 @@ def _work_of(batch: Batch, rows: Rows) -> Work | None:
 
     if sent is None:
         sent = _Sent(_make_work(batch, rows, dtypes), batch.stream, _record_event(batch))
+        # Shapes may change at every step, and each table takes memory of the device.
         with _lock:
             if len(_works) >= _CACHE_SIZE:
                 _works.clear()
@@ -552,6 +554,7 @@ def _use_on_another_stream(sent: _Sent, batch: Batch) -> None:
     work = sent.work
     sent.event.wait()
     stream = getattr(torch, batch.device.type).current_stream(batch.device)
+    # The allocator must not reuse the memory before this stream has read it.
     work.norms.record_stream(stream)
     for part in (*work.chunks, *work.tiles):
         part.table.record_stream(stream)
@@ -670,6 +673,7 @@ def _send_addresses(batch: Batch, outputs: Sequence[torch.Tensor]) -> torch.Tens
 def _send_addresses_of_graph(batch: Batch, addresses: tuple[int, ...]) -> torch.Tensor | None:
     """Send addresses during a capture; the graph copies them from the host at each replay."""
     count = len(addresses)
+    # Each graph reads its own part of the memory again at each replay.
     with _lock:
         if not _reserved or len(_reserved[0]) < count:
             return None
@@ -684,6 +688,7 @@ def _reserve(count: int) -> None:
     """Reserve pinned memory, which cannot be done during a capture."""
     if INTERPRETED or (_reserved and len(_reserved[0]) >= max(count, _RESERVED_ADDRESSES // 2)):
         return
+    # One reservation has to last for several captures, and each uses up a part.
     size = max(4 * count, _RESERVED_ADDRESSES)
     _reserved[:] = [torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)]
 
