@@ -140,6 +140,7 @@ class Clipper:
 
     @state.setter
     def state(self, state: Any) -> None:
+        # A loaded state that still waits for the first step would take precedence over this one.
         self._last = self._last._replace(state=state, report=None, loaded=None)
 
     def __call__(
@@ -247,12 +248,14 @@ class Clipper:
             leaves whose norms they are, ``"rule"`` the kind of rule, and ``"format"`` the version
             of the format. It is empty before the first step and for a stateless rule.
         """
+        # One read of the tuple gives parts of the same step while another thread clips.
         last = self._last
         if last.loaded is not None:
             return to_saved(self.rule, last.loaded, convert)
         if last.state is None or not self.rule.stateful:
             return {}
         leaves = last.leaves
+        # A state that was set directly has no known leaves, but one norm of all leaves needs none.
         if leaves is None and not labelled(self.rule):
             leaves = leaves_of(self.rule, flatten([]))
         saved = Saved(leaves, values_of(last.state))
@@ -391,6 +394,7 @@ class Clipper:
         self._raise_if_traced(new_state)
         if rule.stateful:
             new_state = to_remember(new_state, state)
+        # A single assignment publishes the step, so that other threads see all of it or nothing.
         self._last = _Last(new_state, report, leaves, spec, kept=last.kept)
         self._see(report, step.loss, norms)
         return clipped, report
@@ -408,6 +412,7 @@ class Clipper:
         if step.all_reduce is not None and step.params is not None:
             flat = flatten(step.params, "params")
         last = self._last
+        # With an unchanged structure, a step need not compute the labels of all leaves again.
         if last.leaves is not None and last.spec == flat.spec:
             return last.leaves, last.spec
         leaves = leaves_of(self.rule, flat)
@@ -433,6 +438,7 @@ class Clipper:
             self.record(report, loss=loss.own if isinstance(loss, Loss) else loss, leaves=norms)
         if self._window is not None:
             self._window.add(report)
+        # The warning appears once: it sets the count to ``None``, which ends the counting.
         if self._skipped is not None:
             self._skipped = self._skipped + 1 if was_skipped(report) else 0
             if self._skipped == MANY_SKIPPED:
@@ -506,6 +512,7 @@ class _Window:
 
             self._count += 1
             norm = last.get(NORM, math.nan)
+            # The largest norm starts as NaN, with which every comparison is false.
             if math.isfinite(norm) and not norm <= self._largest:
                 self._largest = norm
             self._last = last

@@ -142,6 +142,7 @@ class Chain(BaseRule):
         finite = report.finite
         if finite is None:
             return grads, tuple(new_states), report
+        # A non-finite step must change all states or none, or the rules would disagree about it.
         return grads, state_where(finite, tuple(new_states), state), report
 
 
@@ -195,6 +196,7 @@ class Masked(BaseRule):
                     "masked(rule, where)", self.where, spec.paths(), leaves, answers
                 )
             self.answers_checked.append(True)
+        # With several processes a step without leaves takes part, too, or the others would wait.
         if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()
 
@@ -348,6 +350,7 @@ class Function(EachArray):
                 msg += f"; call {summarize(self.function)} first"
             raise TypeError(msg)
 
+        # A write in place would drop imaginary or fractional parts without an error.
         rank = partial(_rank_of_dtype, opened.backend.xp)
         if opened.in_place and rank(result.dtype) > rank(array.dtype):
             msg = (
@@ -423,6 +426,7 @@ class ByValue(EachArray):
     def _change_all(self, opened: OpenedTree, arrays: list[Any]) -> list[Any] | None:
         """Clip many arrays at once, if the bounds are numbers."""
         low, high = self.min, self.max
+        # Batched kernels take one pair of numbers, so bounds that are arrays go leaf by leaf.
         if not (isinstance(low, Real) and isinstance(high, Real) and arrays):
             return None
         return opened.backend.bound(arrays, float(low), float(high), in_place=opened.in_place)

@@ -67,6 +67,7 @@ class Norm(Printed):
         positive = total > 0
         safe = xp.where(positive, total, 1.0)
 
+        # A square root costs less than a general power.
         if self.ord == 2:
             return xp.where(positive, xp.sqrt(safe), total)
         return xp.where(positive, safe ** (1 / self.ord), total)

@@ -102,6 +102,7 @@ def array_like(backend: Backend, name: str, values: Tensor, like: Tensor) -> Ten
         raise ValueError(msg)
 
     array: Any = values
+    # Frameworks do not read each other's arrays, so the numbers go through Python lists.
     if backend_of(values) is not backend:
         array = np.asarray(to_lists(values))
     with backend.computation_context(like):
@@ -456,6 +457,7 @@ def _split_rows(rule: BaseRule, labels: list[str], values: NumPyArrays) -> RuleS
 
     shared: NumPyArrays = {}
     for name, array in values.items():
+        # An array with as many rows as there are leaves has one for each; others belong to all.
         if not labels or array.shape[:1] != (len(labels),):
             shared[name] = array
             continue
@@ -610,6 +612,7 @@ def _labels_of_rule(rule: Rule, flat: Flat) -> list[str]:
     groups = list(rule.limit.groups)
     for path, leaf in zip(paths, flat.leaves, strict=True):
         groups.append(label_of(label, path, leaf, place("grads", path)))
+    # A state has its groups in the order of their labels, not in that of the leaves.
     return sorted({stable(repr(group)) for group in groups})
 
 

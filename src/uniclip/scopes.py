@@ -57,6 +57,7 @@ class Scope(Printed):
 
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
+        # A tuple can be hashed, unlike a list, so scopes can be keys of caches.
         if self.axes is not None and not callable(self.axes):
             set_frozen_fields(self, axes=_axis_numbers(self.axes))
 

@@ -169,6 +169,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     _flush_recorders_of(Path(path))
 
     content = Path(path).read_bytes()
+    # Another file may be large or binary, so decode no line of it.
     if not content.startswith(HEADER_START):
         msg = f"{os.fspath(path)} isn't a recorded run; create one with uniclip.insight.Recorder"
         raise ValueError(msg)

@@ -107,6 +107,7 @@ def replay(norms: ArrayLike, rule: AnyRule, losses: ArrayLike | None = None) -> 
         losses = np.full(len(norms), math.nan)
     losses = np.asarray(losses, np.float64)
 
+    # A norm of 0 stands for an absent gradient, so the first state needs others.
     state = replayed.init(_to_gradients(np.ones(norms.shape[1:])))
     limits, factors, skipped = [], [], []
     steps = tqdm(norms, "replay", unit=" steps", delay=1, leave=False)

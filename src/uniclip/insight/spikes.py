@@ -195,6 +195,7 @@ def spike_thresholds(
     """
     with np.errstate(invalid="ignore"):
         usable = finite & (norms > 0)
+    # Norms vary by factors, so the statistics are those of their logarithms.
     medians, deviations = _windowed_medians(np.log(norms[usable]), window)
 
     # Early medians are uncertain, so only very large norms are spikes there.

@@ -323,6 +323,7 @@ class ClippedTrainer:
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, with a ``max_grad_norm`` of 0."""
+        # The arguments belong to the user, so even an error must restore them.
         max_grad_norm = _take_max_grad_norm(self.args)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
