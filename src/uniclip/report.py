@@ -57,7 +57,7 @@ class StepValues(NamedTuple):
     factors: list[Any]
     thresholds: list[Any] | None = None
     elements_finite: Any = None
-    """Whether all entries were finite, where that was checked."""
+    """Whether all elements were finite, where that was checked."""
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
 
@@ -323,7 +323,7 @@ def _arrange(values: StepValues, name: str) -> Any:
         return None
     if name == "skipped":
         return math_.to_library(arrays)
-    # Limits may be numbers, and have fewer entries than the norms.
+    # Limits may be numbers, and have fewer elements than the norms.
     if name in {"limits", "thresholds"}:
         arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
     return plan.arrange(list(map(math_.to_library, arrays)))
@@ -578,7 +578,7 @@ def _arrays_of(values: Any) -> list[Any]:
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
-    """Reduce over all entries of all arrays.
+    """Reduce over all elements of all arrays.
 
     Only 0-d arrays are stacked, since others may be sharded.
     """

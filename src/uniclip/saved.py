@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The saved form of a rule's state: its numbers, whose they are, and the kind of rule.
+"""The saved form of a rule's state: its numbers, whose they are, and the type of rule.
 
 It is a dict of four entries, the same for `uniclip.Clipper`, every integration and every framework:
 
 ==============  ===================================================================================
 ``"format"``    2, the version of the format
-``"rule"``      the kinds of limit, norm and scope that the numbers belong to, see `identity`
+``"rule"``      the types of limit, norm and scope that the numbers belong to, see `identity`
 ``"leaves"``    for each stateful rule, the leaves or groups of its norms, see `leaves_of`
 ``"state"``     the arrays of the state by name, as numbers and lists, or as arrays
 ==============  ===================================================================================
@@ -58,7 +58,7 @@ NumPyArrays: TypeAlias = dict[str, "np.ndarray[Any, Any]"]
 
 
 class Saved(NamedTuple):
-    """A saved state of the right kind of rule, copied into arrays."""
+    """A saved state that was checked against a rule, copied into arrays."""
 
     leaves: Leaves | None
     """``None`` if unknown, or not to be checked."""
@@ -555,7 +555,7 @@ def _name_of_entry(entry: Any) -> str:
 
 
 def identity(rule: BaseRule) -> str:
-    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes,
+    """Return what a state of the rule depends on: the types of its limits, norms and scopes,
     in the order of a chain.
 
     Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor
@@ -650,7 +650,7 @@ def shown(labels: list[str]) -> str:
 
 
 def _describe_limit(limit: Limit) -> str:
-    """Return the kind of a limit, with the parameters that its state depends on."""
+    """Return the class of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
         groups = []
         for label, inner in limit.limits:

@@ -72,7 +72,7 @@ def replay(norms: ArrayLike, rule: AnyRule, losses: ArrayLike | None = None) -> 
     Raises
     ------
     TypeError
-        If ``rule`` is another kind of rule, or has another scope.
+        If ``rule`` is not a `uniclip.Rule`, or has another scope.
     ValueError
         If ``norms`` has another number of dimensions, or one norm a step for a rule with a norm for
         each leaf; or if the rule needs the parameters.

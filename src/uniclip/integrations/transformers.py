@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from uniclip.rule import BaseRule
 
 _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
-"""The kinds of distributed training that shard gradients into regular tensors."""
+"""The types of distributed training that shard gradients into regular tensors."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
 

@@ -300,7 +300,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def _store_scalars(self, report: Report) -> None:
         """Store the scalars of a report in a variable: nothing else outlives a compiled step."""
         scalars = report.scalars()
-        # A compiled step runs this once, while it is traced, so only constants are stored here.
+        # Python code runs only while a step is traced, so this stores names and no values.
         self._scalar_names = tuple(name for name in LOGGED if name in scalars)
         if not scalars:
             return

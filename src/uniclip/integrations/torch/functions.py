@@ -189,7 +189,7 @@ def clip_grad_value_(
     clip_value: float | Array,
     foreach: bool | None = None,
 ) -> None:
-    """Clip each entry of the gradients of parameters in place into ``[-clip_value, clip_value]``.
+    """Clip each element of the gradients of parameters in place into ``[-clip_value, clip_value]``.
 
     Parameters
     ----------

@@ -71,7 +71,7 @@ class StepWrapper:
         self._after = after
         self._end = end
         self._replaced = vars(optimizer).get("step")
-        """The ``step`` that the object itself had, beside that of its class; schedulers set one."""
+        """The ``step`` of the object itself, next to that of its class; schedulers set one."""
         self._removed = False
 
         step = optimizer.step
