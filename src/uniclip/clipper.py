@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A rule together with its memory, for training loops that are not compiled,
-and for adapters of such loops.
+"""A rule together with its state, for training loops that are not compiled,
+and for integrations with such loops.
 
-An adapter says where its library's gradients, steps, states and logs are; what is remembered of a
-step is here.
+An integration knows where its framework's gradients, steps, states and logs are. This module holds
+the state and the report of a step.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class _Last(NamedTuple):
 
 
 class Clipper:
-    """Clip step after step by one rule, and hold its memory.
+    """Clip step after step by one rule, and hold its state.
 
     Parameters
     ----------
     rule : Rule or callable
-        With memory or without.
+        Stateful or stateless.
     record : uniclip.insight.Recorder, optional
         Records each step.
 
@@ -90,7 +90,7 @@ class Clipper:
     report : Report or None
         The report of the last step; ``None`` before the first step.
     state : tree of arrays or None
-        The rule's memory; ``None`` before the first step. It can be set to a saved one.
+        The rule's state; ``None`` before the first step. It can be set to a saved one.
 
     Raises
     ------
@@ -135,11 +135,12 @@ class Clipper:
 
     @property
     def state(self) -> Any:
-        """The rule's memory."""
+        """The rule's state."""
         return self._last.state
 
     @state.setter
     def state(self, state: Any) -> None:
+        # A loaded state that still waits for the first step would take precedence over this one.
         self._last = self._last._replace(state=state, report=None, loaded=None)
 
     def __call__(
@@ -190,7 +191,7 @@ class Clipper:
         same shapes.
 
         Parameters that have no gradient in the first step need it in rules with a norm for each row
-        or entry.
+        or element.
         """
         flat = flatten(grads)
         leaves = leaves_of(self.rule, flat)
@@ -232,7 +233,7 @@ class Clipper:
         return self._window.read()
 
     def state_dict(self, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
-        """Return the memory of the rule as plain numbers and lists,
+        """Return the state of the rule as plain numbers and lists,
         for any file format and framework.
 
         Parameters
@@ -244,15 +245,17 @@ class Clipper:
         -------
         dict
             ``json.dumps`` accepts it: ``"state"`` holds the numbers by name, ``"leaves"`` the
-            leaves whose norms they are, ``"rule"`` the kind of rule, and ``"format"`` the version
+            leaves whose norms they are, ``"rule"`` the type of rule, and ``"format"`` the version
             of the format. It is empty before the first step and for a stateless rule.
         """
+        # One read of the tuple gives parts of the same step while another thread clips.
         last = self._last
         if last.loaded is not None:
             return to_saved(self.rule, last.loaded, convert)
         if last.state is None or not self.rule.stateful:
             return {}
         leaves = last.leaves
+        # A state that was set directly has no known leaves, but one norm of all leaves needs none.
         if leaves is None and not labelled(self.rule):
             leaves = leaves_of(self.rule, flatten([]))
         saved = Saved(leaves, values_of(last.state))
@@ -261,7 +264,7 @@ class Clipper:
         return to_saved(self.rule, saved, convert)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a memory that was saved by a clipper or an integration,
+        """Restore a state that was saved by a clipper or an integration,
         in this or another framework.
 
         Parameters
@@ -294,7 +297,7 @@ class Clipper:
     def change_leaves(self, grads: Tree, renamed: Mapping[str, str]) -> None:
         """Go on with a tree of other leaves, for integrations that know which of them are the same.
 
-        Leaves that were there before keep their rows of the memory, also while they are gone;
+        Leaves that were there before keep their rows of the state, also while they are gone;
         others get new ones.
 
         Parameters
@@ -320,11 +323,11 @@ class Clipper:
         self._last = self._last._replace(report=before.report)
 
     def look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
-        """Return what loads a saved memory, and the names of leaves without a row there;
+        """Return what loads a saved state, and the names of leaves without a row there;
         nothing is loaded yet.
 
         Rows are looked up by the names of leaves, and those of others are kept; if they are all of
-        others, they are refused.
+        others, this raises an error.
         """
         loaded = from_saved(saved, self.rule)
         missing: list[str] = []
@@ -334,6 +337,7 @@ class Clipper:
         else:
             last, missing = self._with_rows(loaded)
 
+        # The caller applies it later: the optimizer may still reject its part of a checkpoint.
         return partial(setattr, self, "_last", last), missing
 
     def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
@@ -391,6 +395,7 @@ class Clipper:
         self._raise_if_traced(new_state)
         if rule.stateful:
             new_state = to_remember(new_state, state)
+        # A single assignment publishes the step, so that other threads see all of it or nothing.
         self._last = _Last(new_state, report, leaves, spec, kept=last.kept)
         self._see(report, step.loss, norms)
         return clipped, report
@@ -408,6 +413,7 @@ class Clipper:
         if step.all_reduce is not None and step.params is not None:
             flat = flatten(step.params, "params")
         last = self._last
+        # With an unchanged structure, a step need not compute the labels of all leaves again.
         if last.leaves is not None and last.spec == flat.spec:
             return last.leaves, last.spec
         leaves = leaves_of(self.rule, flat)
@@ -433,6 +439,7 @@ class Clipper:
             self.record(report, loss=loss.own if isinstance(loss, Loss) else loss, leaves=norms)
         if self._window is not None:
             self._window.add(report)
+        # The warning appears once: it sets the count to ``None``, which ends the counting.
         if self._skipped is not None:
             self._skipped = self._skipped + 1 if was_skipped(report) else 0
             if self._skipped == MANY_SKIPPED:
@@ -506,6 +513,7 @@ class _Window:
 
             self._count += 1
             norm = last.get(NORM, math.nan)
+            # The largest norm starts as NaN, with which every comparison is false.
             if math.isfinite(norm) and not norm <= self._largest:
                 self._largest = norm
             self._last = last

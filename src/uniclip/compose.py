@@ -142,6 +142,7 @@ class Chain(BaseRule):
         finite = report.finite
         if finite is None:
             return grads, tuple(new_states), report
+        # A non-finite step must change all states or none, or the rules would disagree about it.
         return grads, state_where(finite, tuple(new_states), state), report
 
 
@@ -186,7 +187,7 @@ class Masked(BaseRule):
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         chosen = self.choose_leaves(leaves, spec)
-        # else others may have the rest
+        # Other processes may have the other leaves, so only a complete tree is judged.
         alone = step.single_process and not any([leaf is None for leaf in leaves])
         if alone and is_new(self):
             with (backend_of(next(iter(leaves), None)) or DEFAULT).computation_context():
@@ -195,6 +196,7 @@ class Masked(BaseRule):
                     "masked(rule, where)", self.where, spec.paths(), leaves, answers
                 )
             self.answers_checked.append(True)
+        # With several processes a step without leaves takes part, too, or the others would wait.
         if all([leaf is None for leaf in chosen]) and step.single_process:
             return spec.unflatten(leaves), state, Report()
 
@@ -261,7 +263,7 @@ class EachArray(BaseRule):
 
     def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Any, Report]:
         """Replace each gradient array, or the stored values of a sparse one,
-        repeated entries summed.
+        elements at a repeated index summed.
         """
         opened = open_tree(grads, in_place=step.in_place, whole=True)
         with opened.backend.computation_context(opened.first):
@@ -271,6 +273,7 @@ class EachArray(BaseRule):
                 repeated = opened.find_repeated()[1]
             numbers = [number for number in opened.leaf_info.present if number not in repeated]
 
+            # All leaves are checked before the first write, so an error changes no gradient.
             for number in opened.wrapped:
                 if opened.is_sparse(number):
                     array = opened.arrays[number]
@@ -348,6 +351,7 @@ class Function(EachArray):
                 msg += f"; call {summarize(self.function)} first"
             raise TypeError(msg)
 
+        # A write in place would drop imaginary or fractional parts without an error.
         rank = partial(_rank_of_dtype, opened.backend.xp)
         if opened.in_place and rank(result.dtype) > rank(array.dtype):
             msg = (
@@ -359,7 +363,7 @@ class Function(EachArray):
 
 
 def _rank_of_dtype(xp: Namespace, dtype: DType) -> int:
-    """Return a number for a kind of dtype, which can hold the kinds of lower numbers."""
+    """Return the rank of a dtype, which can hold the values of dtypes of lower ranks."""
     if xp.isdtype(dtype, "complex floating"):
         return 2
     if xp.isdtype(dtype, "real floating"):
@@ -369,7 +373,7 @@ def _rank_of_dtype(xp: Namespace, dtype: DType) -> int:
 
 @dataclass(frozen=True, repr=False)
 class ByValue(EachArray):
-    """Clip each entry into ``[min, max]`` by ``xp.clip``: the one preset that measures no norm.
+    """Clip each element into ``[min, max]`` by ``xp.clip``: the one preset that measures no norm.
 
     Parameters
     ----------
@@ -396,7 +400,7 @@ class ByValue(EachArray):
         return f"uc.by_value({show(self.min)}, {show(self.max)})"
 
     def _raise_if_rows(self, array: Tensor) -> None:
-        """Raise if there are bounds for each row or entry: other ones are stored at each step."""
+        """Raise if there are bounds for each row or element: others are stored at each step."""
         part = "row"
         if len(array.shape) == 1:
             part = "entry"
@@ -423,6 +427,7 @@ class ByValue(EachArray):
     def _change_all(self, opened: OpenedTree, arrays: list[Any]) -> list[Any] | None:
         """Clip many arrays at once, if the bounds are numbers."""
         low, high = self.min, self.max
+        # Batched kernels take one pair of numbers, so bounds that are arrays go leaf by leaf.
         if not (isinstance(low, Real) and isinstance(high, Real) and arrays):
             return None
         return opened.backend.bound(arrays, float(low), float(high), in_place=opened.in_place)

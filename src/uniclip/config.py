@@ -143,6 +143,7 @@ def from_config(
     >>> from_config(json.loads(text))
     uc.zclip(z=3.0)
     """
+    # The names of uniclip come last, so that ``own`` cannot change what a shared config means.
     names = dict(own or {}) | _NAMED
 
     def restore(data: Data) -> Any:
@@ -175,6 +176,7 @@ def from_config(
 def _name_in(names: Mapping[str, object], part: object) -> str | None:
     """Return the name of a class, function or object, ``None`` if it has none."""
     for name, named in names.items():
+        # Identity is safe for any object, while ``==`` on arrays gives an array of booleans.
         if named is part:
             return name
     return None

@@ -70,6 +70,7 @@ def normalize(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     array([1.  , 2.  , 1.  , 0.25])
     """
     ones = xp.ones_like(norm)
+    # A zero in the unused branch of `where` would turn its derivative into NaN.
     zero = xp.equal(norm, 0.0)
     return xp.where(zero, ones, limit / xp.where(zero, ones, norm))
 

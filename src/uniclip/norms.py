@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The norm, second of the four choices of a rule: how the size of a scope's entries is measured.
+"""The norm, second of the four choices of a rule: how the size of a scope's elements is measured.
 
 This module only describes norms. `uniclip._core.measure` computes them.
 """
@@ -17,7 +17,7 @@ __all__ = ["L1", "L2", "MEAN", "RMS", "Linf", "Norm"]
 
 @dataclass(frozen=True, repr=False)
 class Norm(Printed):
-    """Measure N entries as ``(Σ|x|ᵖ)^(1/p) / N^size_power``.
+    """Measure N elements as ``(Σ|x|ᵖ)^(1/p) / N^size_power``.
 
     Parameters
     ----------
@@ -67,6 +67,7 @@ class Norm(Printed):
         positive = total > 0
         safe = xp.where(positive, total, 1.0)
 
+        # A square root costs less than a general power.
         if self.ord == 2:
             return xp.where(positive, xp.sqrt(safe), total)
         return xp.where(positive, safe ** (1 / self.ord), total)

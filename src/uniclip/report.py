@@ -57,7 +57,7 @@ class StepValues(NamedTuple):
     factors: list[Any]
     thresholds: list[Any] | None = None
     elements_finite: Any = None
-    """Whether all entries were finite, where that was checked."""
+    """Whether all elements were finite, where that was checked."""
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
 
@@ -242,6 +242,7 @@ class LazyReport(Report):
 
     def without_skip(self) -> Report:
         """Return it without ``skipped``."""
+        # The fast path skips no step, so its values need not be computed for this.
         if callable(self._values):
             return self
         if self._values is not None:
@@ -260,6 +261,7 @@ class LazyReport(Report):
             return super().scalars()
         plan = values.plan
         norms = values.norms
+        # Absent leaves must not count, and empty arrays have no maximum: the fields omit both.
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not norms or some_absent or any([0 in n.shape for n in norms]):
             return super().scalars()
@@ -321,7 +323,7 @@ def _arrange(values: StepValues, name: str) -> Any:
         return None
     if name == "skipped":
         return math_.to_library(arrays)
-    # Limits may be numbers, and have fewer entries than the norms.
+    # Limits may be numbers, and have fewer elements than the norms.
     if name in {"limits", "thresholds"}:
         arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
     return plan.arrange(list(map(math_.to_library, arrays)))
@@ -368,6 +370,7 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
         each = [report.scalars() for report in self.rules]
         skipped = self.skipped
         joined: dict[str, Any] = {}
+        # Rules run one after the other, so their factors multiply.
         for name, function in zip(LOGGED, ("max", "min", "min", "prod", "max", "max"), strict=True):
             scalars = [of_rule[name] for of_rule in each if name in of_rule]
             if scalars:
@@ -442,6 +445,7 @@ def was_skipped(report: Report) -> bool:
     math_ = report.values.plan.math
     if skipped is None:
         return False
+    # Reading a flag on an accelerator would make every step wait for the device.
     return (math_.host or math_.library.readable(skipped)) and bool(skipped)
 
 
@@ -487,6 +491,7 @@ def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
     for number, part in enumerate(parts):
         if has_values(part):
             plan = part.values.plan
+            # A plan computes in the library of its arrays, which are NumPy's from here on.
             if hook == "to_host":
                 plan = plan.in_numpy()
             moved[number] = LazyReport(moved[number]._replace(plan=plan))
@@ -573,7 +578,7 @@ def _arrays_of(values: Any) -> list[Any]:
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
-    """Reduce over all entries of all arrays.
+    """Reduce over all elements of all arrays.
 
     Only 0-d arrays are stacked, since others may be sharded.
     """

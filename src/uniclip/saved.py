@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The saved form of a rule's state: its numbers, whose they are, and the kind of rule.
+"""The saved form of a rule's state: its numbers, whose they are, and the type of rule.
 
 It is a dict of four entries, the same for `uniclip.Clipper`, every integration and every framework:
 
 ==============  ===================================================================================
 ``"format"``    2, the version of the format
-``"rule"``      the kinds of limit, norm and scope that the numbers belong to, see `identity`
+``"rule"``      the types of limit, norm and scope that the numbers belong to, see `identity`
 ``"leaves"``    for each stateful rule, the leaves or groups of its norms, see `leaves_of`
 ``"state"``     the arrays of the state by name, as numbers and lists, or as arrays
 ==============  ===================================================================================
@@ -58,7 +58,7 @@ NumPyArrays: TypeAlias = dict[str, "np.ndarray[Any, Any]"]
 
 
 class Saved(NamedTuple):
-    """A saved state of the right kind of rule, copied into arrays."""
+    """A saved state that was checked against a rule, copied into arrays."""
 
     leaves: Leaves | None
     """``None`` if unknown, or not to be checked."""
@@ -102,6 +102,7 @@ def array_like(backend: Backend, name: str, values: Tensor, like: Tensor) -> Ten
         raise ValueError(msg)
 
     array: Any = values
+    # Frameworks do not read each other's arrays, so the numbers go through Python lists.
     if backend_of(values) is not backend:
         array = np.asarray(to_lists(values))
     with backend.computation_context(like):
@@ -456,6 +457,7 @@ def _split_rows(rule: BaseRule, labels: list[str], values: NumPyArrays) -> RuleS
 
     shared: NumPyArrays = {}
     for name, array in values.items():
+        # An array with as many rows as there are leaves has one for each; others belong to all.
         if not labels or array.shape[:1] != (len(labels),):
             shared[name] = array
             continue
@@ -553,7 +555,7 @@ def _name_of_entry(entry: Any) -> str:
 
 
 def identity(rule: BaseRule) -> str:
-    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes,
+    """Return what a state of the rule depends on: the types of its limits, norms and scopes,
     in the order of a chain.
 
     Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor
@@ -610,6 +612,7 @@ def _labels_of_rule(rule: Rule, flat: Flat) -> list[str]:
     groups = list(rule.limit.groups)
     for path, leaf in zip(paths, flat.leaves, strict=True):
         groups.append(label_of(label, path, leaf, place("grads", path)))
+    # A state has its groups in the order of their labels, not in that of the leaves.
     return sorted({stable(repr(group)) for group in groups})
 
 
@@ -647,7 +650,7 @@ def shown(labels: list[str]) -> str:
 
 
 def _describe_limit(limit: Limit) -> str:
-    """Return the kind of a limit, with the parameters that its state depends on."""
+    """Return the class of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
         groups = []
         for label, inner in limit.limits:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The scope, first of the four choices of a rule: which entries of the gradients share one norm.
+"""The scope, first of the four choices of a rule: which elements of the gradients share one norm.
 
 A scope has two parts: the axes of a leaf that one norm covers, and the leaves that share a norm.
 How a norm is computed is in `uniclip.norms`.
@@ -32,13 +32,14 @@ Label: TypeAlias = Callable[[Path, Any], Hashable]
 
 @dataclass(frozen=True, repr=False)
 class Scope(Printed):
-    """Choose which entries share one norm.
+    """Choose which elements share one norm.
 
     Parameters
     ----------
     axes : None, tuple of int, or callable
-        The axes of a leaf that one norm covers: ``None`` for all, ``()`` for none (each entry has
-        its own norm), or a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
+        The axes of a leaf that one norm covers: ``None`` for all, ``()`` for none (each element
+        has a separate norm), or a function of ``(ndim, output_axis)`` that returns the tuple for a
+        leaf.
     label : callable, optional
         ``label(path, leaf)`` returns the group of a leaf; leaves of one group share a norm. With
         ``None`` every leaf is its own group. ``path`` is the tuple of keys that leads to the leaf,
@@ -57,6 +58,7 @@ class Scope(Printed):
 
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
+        # A tuple can be hashed, unlike a list, so scopes can be keys of caches.
         if self.axes is not None and not callable(self.axes):
             set_frozen_fields(self, axes=_axis_numbers(self.axes))
 
@@ -148,7 +150,7 @@ class FanIn:
 
 
 each_entry = Scope(axes=())
-"""Give every entry its own norm, its modulus.
+"""Give every element a separate norm, its modulus.
 
 >>> uc.clip(np.asarray([-3.0, 0.5]), uc.Rule(1.0, scope=uc.scopes.each_entry))[0]
 array([-1. ,  0.5])

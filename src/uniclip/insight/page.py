@@ -90,6 +90,7 @@ def _figure(record: Record) -> str:
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure = Figure(figsize=_FIGURE_SIZE, layout="constrained")
         plot(record, figure.subplots())
+        # The date would make the bytes of each page differ.
         no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", dpi=200, metadata=no_metadata)
 

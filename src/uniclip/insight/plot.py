@@ -184,6 +184,7 @@ def _draw_line(ax: Axes, steps: Integers, values: Floats, line: _Line) -> None:
     if not steps.size:
         return
 
+    # More points than pixels take long to draw, and only their extremes stay visible.
     if steps.size > 2 * MAX_COLUMNS:
         edges = np.linspace(0, steps.size, MAX_COLUMNS + 1).astype(int)
         steps = steps[(edges[1:] + edges[:-1]) // 2]

@@ -156,7 +156,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is another kind of file, of a newer format, or damaged. A damaged last line is
+        If it is not a recorded run, has a newer format, or is damaged. A damaged last line is
         ignored: the run was killed while writing it.
 
     Examples
@@ -169,6 +169,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     _flush_recorders_of(Path(path))
 
     content = Path(path).read_bytes()
+    # Another file may be large or binary, so decode no line of it.
     if not content.startswith(HEADER_START):
         msg = f"{os.fspath(path)} isn't a recorded run; create one with uniclip.insight.Recorder"
         raise ValueError(msg)
@@ -340,7 +341,7 @@ class File:
                 remaining.append(line)
                 row_count += 1
 
-        # Nothing of another kind of file, or of a finished run, may be lost.
+        # A file that is no recorded run, or that of a finished run, must not be lost.
         is_record = bool(lines) and lines[0].startswith(HEADER_START)
         if not (is_record and row_count):
             self.path.replace(_unused_path(self.path))

@@ -234,6 +234,7 @@ class Recorder:
         with self._lock:
             step_number = self._next_number(step)
             if self._is_writer(report):
+                # Reading the values now would wait for the device at each step.
                 values = keep_arrays((report, leaves, numbers))
                 self._unwritten.append(_UnwrittenStep(step_number, self._labels, *values))
                 PENDING_RECORDERS.add(self)
@@ -351,6 +352,7 @@ class Recorder:
             If the file cannot be written. During a step this is a warning, and recording stops.
         """
         with self._lock:
+            # The list is emptied first, so that no later call writes the same steps twice.
             steps = self._unwritten
             self._unwritten = []
             PENDING_RECORDERS.discard(self)
@@ -416,6 +418,7 @@ class Recorder:
         for row, keep in zip(rows, stands_out, strict=True):
             if not keep and row["step"] % self.every:
                 del row["leaves"]
+        # The first steps of the next flush are compared with these norms.
         self._recent_norms = norms[-WINDOW:].tolist()
 
     def close(self) -> None:

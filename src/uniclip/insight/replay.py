@@ -72,7 +72,7 @@ def replay(norms: ArrayLike, rule: AnyRule, losses: ArrayLike | None = None) -> 
     Raises
     ------
     TypeError
-        If ``rule`` is another kind of rule, or has another scope.
+        If ``rule`` is not a `uniclip.Rule`, or has another scope.
     ValueError
         If ``norms`` has another number of dimensions, or one norm a step for a rule with a norm for
         each leaf; or if the rule needs the parameters.
@@ -107,6 +107,7 @@ def replay(norms: ArrayLike, rule: AnyRule, losses: ArrayLike | None = None) -> 
         losses = np.full(len(norms), math.nan)
     losses = np.asarray(losses, np.float64)
 
+    # A norm of 0 stands for an absent gradient, so the first state needs others.
     state = replayed.init(_to_gradients(np.ones(norms.shape[1:])))
     limits, factors, skipped = [], [], []
     steps = tqdm(norms, "replay", unit=" steps", delay=1, leave=False)

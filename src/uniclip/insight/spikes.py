@@ -195,6 +195,7 @@ def spike_thresholds(
     """
     with np.errstate(invalid="ignore"):
         usable = finite & (norms > 0)
+    # Norms vary by factors, so the statistics are those of their logarithms.
     medians, deviations = _windowed_medians(np.log(norms[usable]), window)
 
     # Early medians are uncertain, so only very large norms are spikes there.
@@ -213,8 +214,8 @@ def spike_thresholds(
 def _windowed_medians(logs: Floats, window: int) -> tuple[Floats, Floats]:
     """Return the median and the estimated standard deviation of the logarithms before each one.
 
-    The last entry is for the step after all of them. Entries with too few before them are NaN and
-    infinity.
+    The last element is for the step after all of them. Elements with too few before them are NaN
+    and infinity.
     """
     medians = np.full(len(logs) + 1, np.nan)
     deviations = np.full(len(logs) + 1, np.inf)

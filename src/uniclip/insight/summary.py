@@ -200,6 +200,7 @@ def _judge_run(record: Record, is_clipped: Booleans) -> list[str]:
             f"non-finite from step {first:,} to the end, {last_nonfinite:,} steps in a row"
         )
 
+    # In a run with such a problem, the limit is not what needs attention.
     return lines or _judge_limit(record, is_clipped)
 
 

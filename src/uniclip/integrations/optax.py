@@ -372,6 +372,7 @@ def _without_variable(leaf: Tree) -> Tree:
 
 def _is_variable(node: Tree) -> bool:
     """Return whether a node of a tree is a variable of Flax NNX."""
+    # Flax need not be installed, so a method stands for the class.
     return hasattr(node, "get_metadata")
 
 

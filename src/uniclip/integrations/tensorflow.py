@@ -209,6 +209,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         """
         _check_strategy()
         pairs = list(grads_and_vars)
+        # A loss that outlived a failed step would be used for another one.
         loss = self.loss
         self.loss = None
         if loss is not None:
@@ -232,6 +233,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         )
 
         pairs = [(clipped[key], variable) for key, variable in params.items()]
+        # Without this edge, a session that runs only the train op would not update the state.
         with tf.control_dependencies(rule_state.assign(new_state, old_state)):
             if self.report.skipped is None:
                 return self._wrapped.apply_gradients(pairs, global_step, name)
@@ -257,6 +259,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             tf.no_op,
             lambda: tf.group(self._wrapped.apply_gradients(pairs, global_step, name)),
         )
+        # Eager code has taken the step by now, and has no train op to return.
         if tf.executing_eagerly():
             return None
 
@@ -267,6 +270,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     def _rule_state(self, variables: list[tf.Variable]) -> _RuleState:
         """Return the state of the rule in this graph, which the first step creates."""
+        # Operations cannot use variables of another graph, so each graph has a separate state.
         graph = _outermost_graph()
         if graph in self._rule_states:
             return self._rule_states[graph]

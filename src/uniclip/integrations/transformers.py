@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from uniclip.rule import BaseRule
 
 _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
-"""The kinds of distributed training that shard gradients into regular tensors."""
+"""The types of distributed training that shard gradients into regular tensors."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
 
@@ -323,6 +323,7 @@ class ClippedTrainer:
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, with a ``max_grad_norm`` of 0."""
+        # The arguments belong to the user, so even an error must restore them.
         max_grad_norm = _take_max_grad_norm(self.args)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]

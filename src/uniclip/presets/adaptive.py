@@ -398,7 +398,7 @@ def spam(
     *,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
+    """Clip each element to ``±√(factor · v)``, v the running mean of its squares after clipping.
 
     Source: the clipping in Huang et al., *SPAM*, arXiv:2501.06842. The momentum reset of that
     optimizer is not part of it; make a new state where you reset.
@@ -420,9 +420,9 @@ def spam(
 
     Notes
     -----
-    The state is as large as the gradients. Since v begins at 0, an entry is clipped at ten times
-    its usual size after 20 steps, at 22 times after 100, in the end at 71 times. An entry that was
-    always 0 is not limited; in the reference implementation it stays 0 forever.
+    The state is as large as the gradients. Since v begins at 0, an element is clipped at ten
+    times its usual size after 20 steps, at 22 times after 100, in the end at 71 times. An element
+    that was always 0 is not limited; in the reference implementation it stays 0 forever.
 
     Examples
     --------

@@ -67,7 +67,7 @@ def by_example_layer_norm(
     max_norm : float or 0-d array
         At least 0. Each of K leaves may have the norm ``max_norm/√K``.
     by_size : bool, default False
-        Allow each leaf ``max_norm·√(D/ΣD)`` instead, D its number of entries for one example.
+        Allow each leaf ``max_norm·√(D/ΣD)`` instead, D its number of elements for one example.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 

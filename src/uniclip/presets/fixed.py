@@ -30,7 +30,7 @@ __all__ = [
 
 
 def by_value(min: Number, max: Number) -> ByValue:
-    """Clip each entry into ``[min, max]``.
+    """Clip each element into ``[min, max]``.
 
     Source: Mikolov, PhD thesis, 2012.
 
@@ -101,7 +101,7 @@ def by_norm(
 
 @preset
 def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, with N its number of entries.
+    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, with N its number of elements.
 
     This is not the RMS, which is ``‖g‖₂/√N``.
 

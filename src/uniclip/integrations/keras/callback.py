@@ -88,6 +88,7 @@ class LogClipping(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Reset the statistics of the optimizer and of the epoch."""
+        # This call resets the window, so that earlier steps do not count in this epoch.
         self._epoch = np.zeros_like(self._optimizer.window())
         self._batches_read = 0
 

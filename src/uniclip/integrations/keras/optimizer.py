@@ -300,12 +300,14 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def _store_scalars(self, report: Report) -> None:
         """Store the scalars of a report in a variable: nothing else outlives a compiled step."""
         scalars = report.scalars()
+        # Python code runs only while a step is traced, so this stores names and no values.
         self._scalar_names = tuple(name for name in LOGGED if name in scalars)
         if not scalars:
             return
 
         last = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in LOGGED]
         norm = last[0]
+        # One non-finite norm would hide all others until the next reset.
         finite_norm = keras.ops.where(keras.ops.isfinite(norm), norm, 0.0)
 
         window = keras.ops.unstack(value_of(self._logs), len(LOGGED) + _ACCUMULATED)
@@ -349,6 +351,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """
         if not self.built:
             return np.zeros(len(LOGGED) + _ACCUMULATED, np.float32)
+        # The conversion may give a view of the variable, which the assignment below changes.
         window = np.array(keras.ops.convert_to_numpy(value_of(self._logs)))
 
         reset = window.copy()

@@ -24,6 +24,7 @@ def paths_of(variables: Sequence[keras.Variable]) -> tuple[str, ...]:
     for variable in variables:
         path = str(getattr(variable, "path", variable.name))
         counts[path] += 1
+        # A saved state finds its rows by path, so two variables must not share one.
         if counts[path] > 1:
             path = f"{path}#{counts[path]}"
         paths.append(path)

@@ -189,7 +189,7 @@ def clip_grad_value_(
     clip_value: float | Array,
     foreach: bool | None = None,
 ) -> None:
-    """Clip each entry of the gradients of parameters in place into ``[-clip_value, clip_value]``.
+    """Clip each element of the gradients of parameters in place into ``[-clip_value, clip_value]``.
 
     Parameters
     ----------
@@ -349,6 +349,7 @@ def grads_of(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
 
 def _check_have_grads(tensors: list[torch.Tensor]) -> None:
     """Raise if no tensor can have a gradient: these are probably the gradients themselves."""
+    # Usual calls pass parameters, so the first tensor decides at almost no cost.
     if not tensors or type(tensors[0]) is torch.nn.Parameter:
         return
     if any(map(_can_have_grad, tensors)):

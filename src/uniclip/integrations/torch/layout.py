@@ -393,6 +393,7 @@ def _merge(leaves: list[_Leaf], rule: BaseRule) -> list[_Leaf]:
     """Return the leaves of one process: replicas are averaged, shards of one leaf concatenated."""
     replicas: dict[Hashable, list[_Leaf]] = {}
     for leaf in leaves:
+        # Bytes can be hashed, and NaN in a parameter equals itself there.
         key = (leaf.path, leaf.param.shape, leaf.param.numpy().tobytes())
         replicas.setdefault(key, []).append(leaf)
 

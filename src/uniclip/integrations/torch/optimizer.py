@@ -466,6 +466,7 @@ class Attached:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
         if not self._attached:
             return
+        # A step that failed may have left gradients hidden, or flags set.
         self._attached = False
         self._end_step()
         for part in (self.optimizer, *self._stepped.inner):
@@ -495,6 +496,7 @@ class Attached:
         dict
             Empty for a rule without state.
         """
+        # Groups that were added since the last step have rows in the file, too.
         self._update_params()
         return self._clipper.state_dict(lambda array: torch.as_tensor(array).detach().clone())
 
@@ -622,6 +624,7 @@ class Attached:
             return None
 
         self._check_before_step(kwargs)
+        # A loss that outlived a failed step would be used for another one.
         loss = self.loss
         self.loss = None
         if callable(closure):
@@ -840,6 +843,7 @@ class Attached:
 
         closure_loss = closure()
         self._clip(loss if closure_loss is None else closure_loss, closure_loss)
+        # An optimizer may move parameters between evaluations, so only the first can stop a step.
         self._before_closure = None
         return closure_loss
 
@@ -972,6 +976,7 @@ class Attached:
         # On the fast path nothing is left to do.
         if self._inner_stepped is None:
             return
+        # Even if a check fails, the hidden gradients have to come back.
         try:
             self._check_closure()
             self._check_inner()

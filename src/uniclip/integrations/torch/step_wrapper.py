@@ -71,7 +71,7 @@ class StepWrapper:
         self._after = after
         self._end = end
         self._replaced = vars(optimizer).get("step")
-        """The ``step`` that the object itself had, beside that of its class; schedulers set one."""
+        """The ``step`` of the object itself, next to that of its class; schedulers set one."""
         self._removed = False
 
         step = optimizer.step
@@ -112,6 +112,7 @@ class StepWrapper:
         self, step: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> object:
         """Take a step, with ``before`` and ``after`` around it; catch one that is skipped."""
+        # Steps can nest, and only the outermost one ends the step of the rule.
         outer_depth = self.depth
         self.depth = 0
         try:
@@ -139,6 +140,7 @@ def find_caller(outer: torch.optim.Optimizer, wrapper: StepWrapper | None) -> ob
 
     ``None`` if neither ``outer`` nor its wrapper is on the stack.
     """
+    # PyTorch does not pass hooks the caller of a step, so look for it on the stack.
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as the inspect module does
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -265,6 +265,7 @@ def _optimizers_inside(outer: object) -> Iterator[torch.optim.Optimizer]:
 
 def _attributes_of(outer: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes of an object itself, in its ``__dict__`` and its slots."""
+    # Only stored attributes are read: a property of an unknown class may run any code.
     yield from getattr(outer, "__dict__", {}).items()
 
     # A class and its bases each name their own slots.
@@ -281,6 +282,7 @@ def _optimizers_in(attribute: object, depth: int) -> Iterator[torch.optim.Optimi
     if _is_optimizer_inside(attribute):
         yield attribute
         return
+    # The bound ends the search in a container that holds itself.
     if not depth:
         return
 
