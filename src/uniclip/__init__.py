@@ -25,7 +25,7 @@ Published rules
     `masked`.
 
 Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, put together by `Rule`
-    `uniclip.scopes`    which entries share one norm?
+    `uniclip.scopes`    which elements share one norm?
     `uniclip.norms`     how is their size measured?
     `uniclip.limits`    how large may it be?
     `uniclip.curves`    what happens above it?
