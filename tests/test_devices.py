@@ -385,7 +385,7 @@ def test_values_travel_to_a_device_that_numpy_reads() -> None:
 
     _, report = uc.clip([place([3.0, 4.0]), place([12.0])], uc.by_norm(1.0))
     with mock.patch.multiple(kind, to_device=to_device, __float__=None):
-        assert str(report) == "norm 12 (largest of 2), clipped 100 %, finite"
+        assert str(report) == "norm 12 (largest of 2), clipped 100%, finite"
     # One move for numbers, and one for flags.
     assert len(moves) == 2
 

@@ -174,28 +174,28 @@ LINES: dict[str, tuple[Any, list[Any], str]] = {
     "many": (
         uc.by_norm(1.0, axis=1),
         [[[3.0, 4.0], [0.3, 0.4]]],
-        "norm 5 (largest of 2), clipped 50 %, finite",
+        "norm 5 (largest of 2), clipped 50%, finite",
     ),
-    "none of many": (uc.by_norm(9.0), [[3.0], [4.0]], "norm 4 (largest of 2), clipped 0 %, finite"),
+    "none of many": (uc.by_norm(9.0), [[3.0], [4.0]], "norm 4 (largest of 2), clipped 0%, finite"),
     "few of many": (
         uc.by_norm(1.0, axis=1),
         [[[2.0]] + [[0.5]] * 999],
-        "norm 2 (largest of 1,000), clipped <1 %, finite",
+        "norm 2 (largest of 1,000), clipped <1%, finite",
     ),
     "a thousand": (
         uc.by_norm(0.5, axis=1),
         [[[1.0]] * 1024],
-        "norm 1 (largest of 1,024), clipped 100 %, finite",
+        "norm 1 (largest of 1,024), clipped 100%, finite",
     ),
     "not finite": (
         uc.by_norm(1.0, nonfinite="skip"),
         [[np.nan]],
-        "norm nan, limit 1, skipped, not finite",
+        "norm nan, limit 1, skipped, non-finite",
     ),
     "two rules": (
         uc.chain(uc.by_global_norm(9.0), uc.by_norm(1.0)),
         [[3.0], [4.0]],
-        "norm 5, limit 9, not clipped, finite | norm 4 (largest of 2), clipped 100 %, finite",
+        "norm 5, limit 9, not clipped, finite | norm 4 (largest of 2), clipped 100%, finite",
     ),
     "no norm": (uc.by_value(-1.0, 1.0), [[3.0]], "no norm measured"),
 }

@@ -184,7 +184,7 @@ def below_one(name: str, value: object) -> float:
 
     hint = ""
     if 2 <= value < 100:
-        hint = f" ({value / 100} for {value} %)"
+        hint = f" ({value / 100} for {value}%)"
     msg = f"{name} must be from 0 to below 1{hint}, got {summarize(value)}"
     raise ValueError(msg)
 

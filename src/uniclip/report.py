@@ -93,7 +93,7 @@ class Report:
     --------
     >>> clipped, report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.5])], uc.by_norm(1.0))
     >>> report
-    <Report: norm 5 (largest of 2), clipped 50 %, finite>
+    <Report: norm 5 (largest of 2), clipped 50%, finite>
     >>> report.norms, bool(report.clipped)
     ([np.float64(5.0), np.float64(0.5)], True)
     """
@@ -179,11 +179,11 @@ class Report:
             words.append("skipped")
         elif count > 1:
             percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
-            words.append(f"clipped {percent} %")
+            words.append(f"clipped {percent}%")
         else:
             words.append("clipped" if share else "not clipped")
 
-        words.append("finite" if bool(np.all(finite)) else "not finite")
+        words.append("finite" if bool(np.all(finite)) else "non-finite")
         return ", ".join(words)
 
     def __repr__(self) -> str:

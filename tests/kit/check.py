@@ -311,6 +311,6 @@ def _check_text(views: list[View], out: Outcome, report: Any) -> None:
     words = [
         f"norm {float(top):.3g}" for top in tops if math.isfinite(top) and not 0 < top < 1.2e-38
     ]
-    words += ["not finite"] if tops and not out.finite else []
+    words += ["non-finite"] if tops and not out.finite else []
     if repr(report) != f"<Report: {text}>" or not all(word in text for word in words):
         raise Mismatch("text", f"{text!r} without one of {words}")

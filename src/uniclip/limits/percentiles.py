@@ -246,7 +246,7 @@ class TrackedQuantile(StatefulLimit):
     def __post_init__(self) -> None:
         """Validate the parameters."""
         set_frozen_fields(
-            self, quantile=check_range("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50 %)")
+            self, quantile=check_range("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50%)")
         )
         set_frozen_fields(
             self, rate=nonnegative("rate", self.rate), start=positive("start", self.start)

@@ -93,12 +93,12 @@ def _check_percentage(percentile: float, limit: str = "") -> None:
 
     msg = f"percentile must be a percentage, got {fraction}; did you mean {100 * fraction:g}?"
     if limit:
-        msg += f" For {fraction} %, write uc.Rule(uc.limits.{limit.format(fraction)})"
+        msg += f" For {fraction}%, write uc.Rule(uc.limits.{limit.format(fraction)})"
     raise ValueError(msg)
 
 
 def _check_ratio(ratio: float) -> None:
-    """Raise if a ratio is below 1, such as 0.05 for a growth of 5 %."""
+    """Raise if a ratio is below 1, such as 0.05 for a growth of 5%."""
     # Other types of numbers, and NaN, are left to the limit.
     if not isinstance(ratio, Real) or not ratio < 1:
         return
@@ -106,7 +106,7 @@ def _check_ratio(ratio: float) -> None:
     hint = ""
     growth = float(ratio)
     if growth > 0:
-        hint = f" ({1 + growth:g} for {100 * growth:g} % of growth; below 1 gradients shrink to 0)"
+        hint = f" ({1 + growth:g} for {100 * growth:g}% of growth; below 1 gradients shrink to 0)"
     check_range("ratio", ratio, 1, math.inf, hint)
 
 
@@ -291,7 +291,7 @@ def adagc(
     -----
     It clips more than spikes: since the averages are updated with clipped norms, they sink (norms
     that vary by a fifth are clipped at two of three steps) and rise by at most
-    ``(1 - decay)·(ratio - 1)``, 0.1 %, per step. That is harmless with Adam, which divides by the
+    ``(1 - decay)·(ratio - 1)``, 0.1%, per step. That is harmless with Adam, which divides by the
     scale, but not with SGD. In the warm-up the published code uses the norms before clipping; here,
     as in the paper, those after it. Unlike in the paper, norms of 0 do not count in the warm-up: an
     average of 0 would keep a leaf at 0.
@@ -322,7 +322,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     Raises
     ------
     ValueError
-        If ``ratio`` is below 1 or NaN: 1 % of growth is 1.01.
+        If ``ratio`` is below 1 or NaN: 1% of growth is 1.01.
 
     Notes
     -----
