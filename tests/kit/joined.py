@@ -535,7 +535,7 @@ REFUSALS: dict[str, tuple[Callable[[bool], Any], str]] = {
     ),
     "other leaves": (
         lambda wrong: stepped(OF_EACH, "a", "c" if wrong else "b"),
-        "different leaves",
+        "rules, leaves, or groups",
     ),
 }
 

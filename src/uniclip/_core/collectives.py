@@ -131,11 +131,10 @@ class Reduction:
         count, wide = totals[:2]
         if not np.allclose(count * totals[6:], totals[2:6] ** 2, rtol=1e-12):
             msg = (
-                "the processes of all_reduce= have different rules, leaves, or groups (the rule of "
-                f"this one is {summarize(rule)}): use the same rule in all of them, on the same "
-                "tree, with None for an absent leaf; leaves that are whole in their process need "
-                "no all_reduce=, and groups with a limit for each name (uc.by_group_norm) may be "
-                "empty in some"
+                "the processes in all_reduce= have different rules, leaves, or groups (this one has "
+                f"{summarize(rule)}); use the same rule and the same tree in each process, with "
+                "None for an absent gradient. Omit all_reduce= if no leaf is sharded. With "
+                "uc.by_group_norm, a process may have no leaf of a group"
             )
             raise ValueError(msg)
 
