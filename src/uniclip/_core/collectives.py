@@ -132,8 +132,8 @@ class Reduction:
         if not np.allclose(count * totals[6:], totals[2:6] ** 2, rtol=1e-12):
             msg = (
                 "the processes in all_reduce= have different rules, leaves, or groups (this one "
-                f"has {summarize(rule)}); use the same rule and the same tree in each process, with "
-                "None for an absent gradient. Omit all_reduce= if no leaf is sharded. With "
+                f"has {summarize(rule)}); use the same rule and the same tree in each process, "
+                "with None for an absent gradient. Omit all_reduce= if no leaf is sharded. With "
                 "uc.by_group_norm, a process may have no leaf of a group"
             )
             raise ValueError(msg)

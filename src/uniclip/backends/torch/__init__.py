@@ -71,9 +71,9 @@ from uniclip.backends.torch.modes import (
 )
 
 Array: TypeAlias = torch.Tensor
-_Factors: TypeAlias = Sequence[float | View | torch.Tensor]
+_Factors: TypeAlias = "Sequence[float | View | torch.Tensor]"
 """A factor for each array: all numbers or NumPy's arrays, or all tensors."""
-_Bound: TypeAlias = float | torch.Tensor | None
+_Bound: TypeAlias = "float | torch.Tensor | None"
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
