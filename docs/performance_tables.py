@@ -58,7 +58,7 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 def on_both(rows: list[Row], trees: list[str], gpu: list[Row]) -> Iterator[list[str]]:
     """Yield the speedups on a CPU and on a GPU, where `attach` was not timed alone."""
     times = {
-        (row["dtype"], row["clipped"]): number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
+        (row["dtype"], row["clipped"]): speedup_on_gpu(row)
         for row in gpu
         if row["what"] == "global norm, GPT-2"
     }
@@ -119,11 +119,16 @@ def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
         yield [
             f"{what}, {dtype}",
             both[0]["peer"],
-            " / ".join(number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"]) for row in both),
+            " / ".join(speedup_on_gpu(row) for row in both),
             on_device,
             on_host,
             f"{native['launches']} → {ours[0]['launches']}",
         ]
+
+
+def speedup_on_gpu(row: Row) -> str:
+    """Return how many times as fast uniclip is in the time of the GPU."""
+    return number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
 
 
 def gpu_versions(about: dict[str, Any]) -> str:

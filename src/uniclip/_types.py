@@ -33,16 +33,12 @@ class Array(Protocol):
         """The data type."""
 
 
-class Tensor(Protocol):
+class Tensor(Array, Protocol):
     """An array with the operators of the array API standard, which the core computes with."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The lengths of the axes."""
-
-    @property
-    def dtype(self) -> Any:
-        """The data type."""
 
     def __getitem__(self, key: Any, /) -> Any: ...
     def __add__(self, other: Any, /) -> Any: ...

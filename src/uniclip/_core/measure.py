@@ -82,7 +82,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
     ----------
     plan : Plan
     inputs : StepInputs
-        The policy ``"zero"`` may have replaced entries in the gradients.
+        The policy ``"zero"`` may have replaced elements in the gradients.
     original : OpenedTree
         The gradients before such a replacement.
     """
@@ -112,7 +112,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
         return measured._replace(
             present=present,
             loss=_find_loss(plan, inputs, reduced),
-            elements_finite=_are_entries_finite(rule, plan, original, reduced),
+            elements_finite=_are_elements_finite(rule, plan, original, reduced),
         )
 
 
@@ -175,7 +175,7 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
     rule = inputs.rule
     collectives: Any = plan.collectives
     losses = collectives.loss_sums(inputs.step.loss) if "loss" in rule.limit.needs else None
-    # The host sees entries that are not finite in the norms, unless others hold shards of these.
+    # The host sees elements that are not finite in the norms, unless others hold shards of these.
     nonfinite_arrays = None
     if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
         nonfinite_arrays = [_count_nonfinite(plan, original)]
@@ -186,7 +186,7 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
     return Payload(losses, nonfinite_arrays, present, sizes)
 
 
-def _are_entries_finite(
+def _are_elements_finite(
     rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload
 ) -> Flags | None:
     """Return whether all elements are finite, ``None`` if that was not checked."""

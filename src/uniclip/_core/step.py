@@ -267,7 +267,7 @@ def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measure
 
 
 def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measured]:
-    """Return gradients with 0 for entries that are not finite, and what is measured then.
+    """Return gradients with 0 for elements that are not finite, and what is measured then.
 
     If the host reads the norms, only gradients with such elements are measured twice.
     """
