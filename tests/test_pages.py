@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
+
+    # Inductor takes half a minute for a page; `test_inductor` runs what it compiles.
+    import torch
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)

@@ -378,6 +378,20 @@ def test_a_graph_goes_on_from_its_last_run(name: str) -> None:
 
 
 @pytest.mark.needs("torch")
+def test_logs_that_are_not_read() -> None:
+    """After 200 steps without a call of `logs`, one step reads the numbers of all."""
+    import torch
+
+    clipper, grads = uc.Clipper(uc.by_global_norm(1.0)), [torch.ones(2)]
+    clipper.logs()
+    with DEVICES["torch"]():
+        for _ in range(199):
+            clipper.clip_(grads)
+        with pytest.raises(AssertionError, match="the host reads"):
+            clipper.clip_(grads)
+
+
+@pytest.mark.needs("torch")
 def test_what_waits_is_found() -> None:
     """The faked accelerator refuses copies that wait, and tensors of two devices."""
     waits = {

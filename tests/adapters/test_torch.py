@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import uniclip as uc
 from adapters.contract import checks, kinds, trained, variants
 from adapters.on_torch import Attached, Compiled, Scaled, Wrapper, five, params_of
-from kit.devices import patched, refuse
+from kit.devices import on_torch, patched, refuse
 from kit.training import RATE, Batch, batches
 from uniclip import insight
 from uniclip.integrations.torch import (
@@ -287,6 +287,30 @@ def test_a_fused_step_is_skipped_unread(make: Any) -> None:
         assert one.state[p]["step"] == other.state[q]["step"]
     # A rule that may skip wraps the step.
     assert {*vars(one)} - {"step"} == {*vars(other)}
+
+
+@pytest.mark.parametrize("name", kinds(uc))
+def test_a_captured_step(name: str) -> None:
+    """Once a step has run, the next one can be captured in a CUDA graph: it reads and sends
+    nothing.
+    """
+    params = params_of(torch.ones(3, 2), torch.ones(2))
+    optimizer = AdamW(params, fused=True)
+    handle = attach(optimizer, kinds(uc)[name].rule)
+    for capturing in (False, True):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        handle.loss = torch.ones(())
+        with on_torch(capturing=capturing):
+            optimizer.step()
+
+
+def test_a_captured_step_that_may_be_skipped() -> None:
+    """Without a fused kernel the host reads whether to skip, which a capture refuses."""
+    optimizer = SGD([five()], lr=0.1)
+    attach(optimizer, uc.by_global_norm(1.0, nonfinite="skip"))
+    with on_torch(capturing=True), pytest.raises(AssertionError, match="the host reads"):
+        optimizer.step()
 
 
 def test_one_rule_for_each_optimizer() -> None:

@@ -46,7 +46,10 @@ def compiled(kernel: Any, capability: int, parameters: dict[str, Any], **types: 
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": parameters["num_warps"]},
     )
-    return str(made.asm["ptx"])
+    ptx = str(made.asm["ptx"])
+    # A page of the documentation names a kernel as profilers show it.
+    assert f".entry {kernel.fn.__name__}(" in ptx
+    return ptx
 
 
 def check_vectors(
