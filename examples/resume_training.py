@@ -175,7 +175,7 @@ def resume(name: str, seed: int, rest: Part) -> dict[str, np.ndarray]:
     """Resume from a checkpoint, with the rule's state and without."""
     return {
         "resumed": run(name, seed, rest, f"{name}, resumed"),
-        "forgetful": run(name, seed, rest._replace(forget=True), f"{name}, resumed without memory"),
+        "forgetful": run(name, seed, rest._replace(forget=True), f"{name}, resumed without state"),
     }
 
 
@@ -221,7 +221,7 @@ def compare(
                 f"{np.mean(~equal):.0%} of the losses differ, from step {step} on, by "
                 f"{difference:.2g} at most"
             )
-        print(f"  {label if wanted else 'resumed without the memory':27} {said}")
+        print(f"  {label if wanted else 'resumed without the state':27} {said}")
         if equal.all() != wanted:
             wrong.append(f"{name}, {label}: {said}")
     return seen, wrong
@@ -252,7 +252,7 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
             seen["forgetful"][:, 0],
             "r:",
             linewidth=1,
-            label="resumed without the rule's memory",
+            label="resumed without the rule's state",
         )
         norm, limit = np.concatenate([seen["interrupted"], seen["resumed"]])[:, 1:].T
         above = norm > limit
@@ -270,7 +270,7 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
             seen["forgetful"][:, 2],
             "r:",
             linewidth=1.5,
-            label="limit without the rule's memory",
+            label="limit without the rule's state",
         )
         for panel in (losses, norms):
             panel.axvline(stop - 0.5, color="C0", linestyle="--", linewidth=1)
@@ -289,7 +289,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description="Train, interrupt, resume. Exits with 1 if a resumed run has other losses "
-        "than one that was not interrupted, or if forgetting the rule's memory "
+        "than one that was not interrupted, or if leaving out the rule's state "
         "changes none.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -42,7 +42,7 @@ class Adapter(Protocol):
         - record: ``start`` takes a ``record=``, which has a row for each step after `finish`;
         - save: `save` and `load`;
         - refuse: `load` refuses the state of another rule;
-        - memory: `remembered` and `recall`;
+        - state: `rule_state` and `load_rule_state`;
         - micro: ``start`` takes a ``micro=``, and `step` then splits the batch into so many parts,
           and clips once;
         - scale: the loss is multiplied by about 1000; a step with non-finite scaled gradients is
@@ -86,13 +86,13 @@ class Adapter(Protocol):
     def load(self, folder: Path) -> None:
         """Resume from the saved files, after ``start``."""
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the rule in the format of ``uc.Clipper.state_dict``.
 
         Names of leaves are ``['b']`` and so on.
         """
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state that ``uc.Clipper.state_dict`` returned."""
 
 
@@ -122,10 +122,10 @@ def check_training(name: str, make: Make, uc: ModuleType, folder: Path, **option
     stops = options or scaled or ("rows" in adapter.takes and name not in WITHOUT_NAN)
     for number, batch in enumerate(batches()[:-2] if stops else batches()):
         if scaled and number in {0, SPIKE}:
-            before, known = trained(adapter), adapter.remembered()
+            before, known = trained(adapter), adapter.rule_state()
             adapter.step(overflowing())
             equal(trained(adapter), before, "a step whose scaled gradients overflow")
-            assert adapter.remembered() == known, "the rule has seen a step that was left out"
+            assert adapter.rule_state() == known, "the rule has seen a step that was left out"
         before = trained(adapter)
         adapter.step(batch)
         hand.step(batch)
@@ -204,11 +204,11 @@ def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
     for batch in batches()[:2]:
         adapter.step(batch)
     saving.save(folder)
-    before = adapter.inner(), adapter.remembered()
+    before = adapter.inner(), adapter.rule_state()
     with pytest.raises((ValueError, TypeError)):
         adapter.load(folder)
     equal(adapter.inner(), before[0], "a refused state")
-    assert adapter.remembered() == before[1], "a refused state has changed the rule's memory"
+    assert adapter.rule_state() == before[1], "a refused state has changed the rule's state"
 
 
 def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
@@ -221,12 +221,12 @@ def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
     for batch in batches()[:STOP]:
         adapter.step(batch)
         hand.step(batch)
-    again.recall(hand.clipper.state_dict())
-    saved_by_both = adapter.remembered(), again.remembered()
+    again.load_rule_state(hand.clipper.state_dict())
+    saved_by_both = adapter.rule_state(), again.rule_state()
     _, grads = loss_and_grads(hand.weights, batches()[SPIKE])
     wanted = hand.clipper(grads, hand.weights)
     assert apart(wanted, uc.Clipper(rule)(grads, hand.weights)) > 1e-3, (
-        "the memory has no effect here"
+        "the state has no effect here"
     )
     for saved in saved_by_both:
         clipper = uc.Clipper(rule)
@@ -314,7 +314,7 @@ def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str
         yield f"own-{option}", partial(check_own_clipping, option)
     more: dict[str, tuple[str, Any, tuple[str, ...]]] = {
         "save": ("resumed", check_resumed, tuple(name for name in RESUMED if name in usable)),
-        "memory": ("moved", check_moved, tuple(name for name in MOVED if name in usable)),
+        "state": ("moved", check_moved, tuple(name for name in MOVED if name in usable)),
         "micro": ("micro", partial(check_training, micro=2), ("autoclip",)),
         "scale": (
             "overflow",

@@ -25,7 +25,7 @@ class Attached(Adapter):
     """A rule attached to an optimizer."""
 
     recorded = "torch"
-    takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
+    takes = frozenset({"loss", "scalars", "record", "save", "refuse", "state", "micro", "bits"})
     sparse = False
     make = staticmethod(partial(SGD, lr=RATE, momentum=MOMENTUM))
     handle: Any = None
@@ -104,11 +104,11 @@ class Attached(Adapter):
         for name, p in self.model.items():
             p.data.copy_(saved["model"][name])
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the handle."""
         return renamed(self.handle.numbers(), lambda name: name.removeprefix("[0]"))
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state into the handle."""
         self.handle.load_state_dict(
             renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name)

@@ -36,7 +36,7 @@ class Accelerated(Handled):
     """
 
     recorded = "accelerate"
-    takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
+    takes = frozenset({"loss", "scalars", "record", "save", "refuse", "state", "micro", "bits"})
 
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
@@ -79,7 +79,7 @@ class Scaled(Accelerated):
     The rule is attached to the inner optimizer.
     """
 
-    takes = frozenset({"scalars", "memory", "scale"})
+    takes = frozenset({"scalars", "state", "scale"})
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
         """Wrap the optimizer with a scaler."""

@@ -203,7 +203,7 @@ def test_the_order_of_variables() -> None:
     )
 
 
-def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
+def test_a_state_of_each_entry_of_variables_that_are_not_sorted() -> None:
     """A state for each element has the shapes of the variables, in any order."""
     made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     made.compile(ClippedOptimizer(SGD(0.1), uc.spam(warmup=1)), loss="mse")
@@ -608,7 +608,7 @@ class Stepping:
 
     recorded = "keras"
     takes = frozenset(
-        {"scalars", "save", "memory", "micro"} | ({"bits"} if BACKEND != "jax" else set())
+        {"scalars", "save", "state", "micro"} | ({"bits"} if BACKEND != "jax" else set())
     )
     """In JAX the step is one program, which XLA may round differently."""
     optimizer = "momentum"
@@ -660,11 +660,11 @@ class Stepping:
         self.net.optimizer.build(self.net.trainable_variables)
         self.net.load_weights(folder / "half.weights.h5")
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state, without the model in its names."""
         return renamed(self.clipped.rule_state_dict(), lambda name: name.replace("net/", ""))
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state into the optimizer, which must have variables."""
         self.net.optimizer.build(self.net.trainable_variables)
         self.net.optimizer.load_rule_state_dict(
@@ -705,7 +705,7 @@ class Sparse(Eager):
 class Scaled(Eager):
     """An optimizer inside Keras' loss scale."""
 
-    takes = frozenset({"scalars", "memory", "scale"})
+    takes = frozenset({"scalars", "state", "scale"})
     own_clipping: ClassVar[dict[str, Any]] = {}
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:

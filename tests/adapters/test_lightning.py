@@ -113,7 +113,7 @@ class Fitting(Looping):
 
     recorded = "lightning"
     prefix = "net."
-    takes = frozenset({"loss", "scalars", "record", "save", "memory", "micro", "bits"})
+    takes = frozenset({"loss", "scalars", "record", "save", "state", "micro", "bits"})
     plugins: Any = None
 
     def start(
@@ -159,16 +159,16 @@ class Fitting(Looping):
         """Start from the checkpoint."""
         self.begin(folder / "some.ckpt")
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Start the fit, so that there is a handle, and load a state."""
         self.begin()
-        super().recall(saved)
+        super().load_rule_state(saved)
 
 
 class Scaled(Fitting):
     """A fit with a loss scale, which Lightning uses on accelerators only."""
 
-    takes = frozenset({"scalars", "memory", "scale"})
+    takes = frozenset({"scalars", "state", "scale"})
 
     def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
         """Create the plugin, too."""

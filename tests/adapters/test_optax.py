@@ -48,7 +48,7 @@ class Optax(Adapter):
     """A rule around an optimizer, in a step under jit with donated buffers."""
 
     recorded = "optax"
-    takes = frozenset({"loss", "scalars", "save", "memory", "micro"})
+    takes = frozenset({"loss", "scalars", "save", "state", "micro"})
 
     def start(
         self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
@@ -110,11 +110,11 @@ class Optax(Adapter):
         )
         self.model, self.state = jax.tree.map(jnp.asarray, read)
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the rule."""
         return to_dict(self.rule, self.state, self.model)
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Replace the state of the rule."""
         self.state = from_dict(self.rule, saved, self.state, self.model)
 
@@ -134,12 +134,12 @@ class Chained(Optax):
 
     def save(self, folder: Path) -> None:
         """Save the state of the rule in a file of its own."""
-        (folder / "rule.json").write_text(json.dumps(self.remembered()))
+        (folder / "rule.json").write_text(json.dumps(self.rule_state()))
         (folder / "rest.msgpack").write_bytes(serialization.to_bytes((self.model, self.state[1])))
 
     def load(self, folder: Path) -> None:
         """Load both files."""
-        self.recall(json.loads((folder / "rule.json").read_text()))
+        self.load_rule_state(json.loads((folder / "rule.json").read_text()))
         read = serialization.from_bytes(
             (self.model, self.state[1]), (folder / "rest.msgpack").read_bytes()
         )

@@ -23,7 +23,7 @@ class InSession(Adapter):
     """A train op in a graph, run in a session, and saved by a Saver."""
 
     recorded = "tensorflow1"
-    takes = frozenset({"loss", "scalars", "save", "memory", "bits"})
+    takes = frozenset({"loss", "scalars", "save", "state", "bits"})
     resource = True
 
     def start(
@@ -96,11 +96,11 @@ class InSession(Adapter):
         with self.graph.as_default():
             self.saver.restore(self.session, str(folder / "model"))
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the rule."""
         return self.clipped.rule_state_dict(self.session)
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state in a finalized graph."""
         self.graph.finalize()
         self.clipped.load_rule_state_dict(saved, self.session)
@@ -124,7 +124,7 @@ class Sparse(InSession):
 class Scaled(InSession):
     """A loss scale around the clipped optimizer."""
 
-    takes = frozenset({"loss", "memory", "scale"})
+    takes = frozenset({"loss", "state", "scale"})
 
     def outside(self, optimizer: Any) -> Any:
         """Scale by 1024 at first."""
@@ -432,7 +432,7 @@ OTHERS = {"rule": (uc.zclip(), "w"), "leaves": (uc.adagc(), "v")}
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_the_memory_of_others(what: str) -> None:
+def test_the_state_of_others(what: str) -> None:
     """The state of another rule or of other variables is refused without any change."""
     rule, name = OTHERS[what]
     optimizer, other = ClippedOptimizer(descent(), uc.adagc()), uc.Clipper(rule)

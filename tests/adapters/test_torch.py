@@ -92,7 +92,7 @@ def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
     check(make, uc, tmp_path)
 
 
-def without_memory(self: Attached, folder: Path) -> None:
+def without_state(self: Attached, folder: Path) -> None:
     """Save everything except the state of the rule."""
     state = {name: value for name, value in self.inside.state_dict().items() if name != "uniclip"}
     torch.save({"model": self.model, "optimizer": state}, folder / "checkpoint.pt")
@@ -114,8 +114,8 @@ BROKEN: dict[str, Any] = {
     },
     "training-by_norm": {"scalars": lambda self: {**Attached.scalars(self), "clip/norm": 0.3}},
     "micro-autoclip": {"loss": lambda self, batch: 2 * Attached.loss(self, batch)},
-    "resumed-adagc": {"save": without_memory},
-    "refused": {"save": without_memory},
+    "resumed-adagc": {"save": without_state},
+    "refused": {"save": without_state},
 }
 """Faults of an integration, by the check that detects them."""
 

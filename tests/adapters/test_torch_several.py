@@ -93,7 +93,7 @@ class Joint(Attached):
     ) -> None:
         """Start from the first weights."""
         with warnings.catch_warnings():
-            # The handle stores the state of the rule; `test_where_the_memory_is` tests the warning.
+            # The handle stores the state of the rule; `test_where_the_state_is` tests the warning.
             warnings.simplefilter("ignore")
             super().start(uc, rule, record=record, micro=micro, **options)
 
@@ -135,11 +135,11 @@ class Joint(Attached):
         for name, p in self.model.items():
             p.data.copy_(saved["model"][name])
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the handle."""
         return renamed(self.handle.numbers(), lambda name: re.sub(r"^\[\d\]", "", name))
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state into the handle."""
         group = {"['table']": 0, "['b']": 1, "['w']": 1}
         self.handle.load_state_dict(
@@ -629,7 +629,7 @@ def test_a_step_of_one_leaf_in_backward() -> None:
     torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
 
 
-def test_where_the_memory_is() -> None:
+def test_where_the_state_is() -> None:
     """The state is in the outer ``state_dict`` where that is PyTorch's own, else in the handle.
 
     In that case `attach` warns.

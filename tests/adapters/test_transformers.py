@@ -95,7 +95,7 @@ class Trained(Looping):
     """A training that is controlled batch by batch."""
 
     recorded = "transformers"
-    takes = frozenset({"scalars", "record", "save", "memory", "micro", "bits"})
+    takes = frozenset({"scalars", "record", "save", "state", "micro", "bits"})
     left_out = frozenset({"zero", "by_value", "agc"})
     """Rules that keep the finite gradients; the Trainer makes all NaN if one of them is."""
     folder: ClassVar[Path]
@@ -139,11 +139,11 @@ class Trained(Looping):
         """Start from the checkpoint."""
         self.begin(str(self.folder / "checkpoint-4"))
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the callback."""
         return short(self.callback.state_dict())
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state, which the callback uses when it begins."""
         self.callback.load_state_dict(long(saved))
         self.begin()

@@ -116,11 +116,11 @@ class Handled:
         """Return the scalars of the handle."""
         return {name: float(value) for name, value in self.handle.scalars().items()}
 
-    def remembered(self) -> dict[str, Any]:
+    def rule_state(self) -> dict[str, Any]:
         """Return the state of the handle."""
         return short(self.handle.numbers())
 
-    def recall(self, saved: dict[str, Any]) -> None:
+    def load_rule_state(self, saved: dict[str, Any]) -> None:
         """Load a state into the handle."""
         self.handle.load_state_dict(long(saved, self.prefix))
 
