@@ -583,6 +583,36 @@ for leaf, wanted in zip(leaves, expected):
     )
 
 
+def test_distributed_tensors() -> None:
+    """The kernels clip the local tensors of distributed ones."""
+    run(
+        """
+import torch, uniclip as uc
+import triton.runtime.interpreter as interpreter
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from kit.devices import elsewhere
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+started = []
+start = interpreter.GridExecutor.__call__
+def note(kernel, *args, **options):
+    started.append(kernel.fn.__name__)
+    return start(kernel, *args, **options)
+interpreter.GridExecutor.__call__ = note
+grads = [distribute_tensor(torch.full(shape, 3.0), mesh, [Shard(0)]) for shape in ((8, 4), (4,))]
+with elsewhere():
+    uc.clip_(grads, uc.by_global_norm(1.0))
+assert started == ["sum_chunks", "scale_chunks"], started
+for grad in grads:
+    torch.testing.assert_close(grad.to_local(), torch.full(grad.shape, 1 / 6))
+torch.distributed.destroy_process_group()
+""",
+        TRITON_INTERPRET="1",
+        UNICLIP_TRITON="1",
+    )
+
+
 def test_compiled() -> None:
     """All kernels compile, from Turing to Blackwell, and load 16 bytes at a time."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
