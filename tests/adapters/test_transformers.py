@@ -180,6 +180,22 @@ def test_several_optimizers_as_one(rule: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(trainer.logged("clip/norm"), norms, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*may leave out the state")
+def test_several_optimizers_are_resumed(tmp_path: Path) -> None:
+    """The combination of the documentation resumes, with what the rule has learned."""
+    combined = run_story("use-it-with-pytorch.md", "several")["Combined"]
+    rule = uc.zclip(warmup=2)
+    hand, _ = by_hand(rule, BATCHES[:6])
+    options = {"make": partial(joint, kind=combined), "max_grad_norm": 0.0, "max_steps": 6}
+    for of, resume in ((BATCHES[:6], None), (BATCHES[3:6], tmp_path / "checkpoint-3")):
+        callback = ClipGradients(rule)
+        trainer = train(
+            tmp_path, of, callback, resume=resume, save_strategy="steps", save_steps=3, **options
+        )
+        near(trainer.model.arrays(), hand.weights)
+        remembers(callback.state_dict(), hand.clipper)
+
+
 @pytest.mark.parametrize("check", contract(Trained, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
     """The callback keeps the contract of all integrations."""
