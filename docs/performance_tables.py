@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from compared import table
@@ -36,7 +36,15 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
         ),
         "gpu": table(
-            ["on a GPU", "compared with", "speedup", "GPU time", "host time", "launches"],
+            [
+                "on a GPU",
+                "compared with",
+                "speedup",
+                "GPU time",
+                "host time",
+                "launches",
+                "peak memory",
+            ],
             on_gpu(gpu["rows"]),
         ),
         "gpu-versions": gpu_versions(gpu["about"]),
@@ -58,7 +66,7 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 def on_both(rows: list[Row], trees: list[str], gpu: list[Row]) -> Iterator[list[str]]:
     """Yield the speedups on a CPU and on a GPU, where `attach` was not timed alone."""
     times = {
-        (row["dtype"], row["clipped"]): speedup_on_gpu(row)
+        (row["dtype"], row["clipped"]): number(ratio_on_gpu(row))
         for row in gpu
         if row["what"] == "global norm, GPT-2"
     }
@@ -105,30 +113,54 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the speedup on the GPU, and times of the GPU and of the host, not clipped / clipped."""
-    cases: dict[tuple[str, str], list[Row]] = {}
+    """Yield the speedups on the GPU, the times of the GPU and of the host, the launched kernels,
+    and the peak of memory, not clipped / clipped.
+    """
+    cases: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        cases.setdefault((row["what"], row["dtype"]), []).append(row)
-    for (what, dtype), both in cases.items():
-        ours = [row["uniclip"] for row in both]
-        native = both[-1]["native"]
-        on_device, on_host = (
-            f"{duration(native[key])} → {' / '.join(duration(one[key]) for one in ours)}"
-            for key in ("gpu_us", "host_us")
-        )
+        cases.setdefault((row["what"], row["dtype"], row["peer"]), []).append(row)
+    for (what, dtype, peer), some in cases.items():
+        # A title says which steps a row is of, if these are not both.
+        only = {None: "", True: ", clipped", False: ", not clipped"}[some[0]["clipped"]]
+        title = f"{what}, {dtype}{only if len(some) == 1 else ''}"
+        speedups = " / ".join(speedup_on_gpu(row) for row in some)
         yield [
-            f"{what}, {dtype}",
-            both[0]["peer"],
-            " / ".join(speedup_on_gpu(row) for row in both),
-            on_device,
-            on_host,
-            f"{native['launches']} → {ours[0]['launches']}",
+            title,
+            peer,
+            speedups,
+            before_and_after(some, ("gpu_us", "step_us"), duration),
+            before_and_after(some, ("host_us",), duration),
+            before_and_after(some, ("launches",), str),
+            before_and_after(some, ("peak_mb",), "{:.3g} MB".format),
         ]
 
 
+def before_and_after(rows: list[Row], keys: tuple[str, ...], show: Callable[[Any], str]) -> str:
+    """Return a measurement of the native function and those of uniclip, ``-`` if not measured."""
+    shown = {
+        way: [show(row[way][key]) for row in rows for key in keys if key in row[way]]
+        for way in ("native", "uniclip")
+    }
+    if not shown["uniclip"]:
+        return "-"
+
+    # The native function does the same in both kinds of steps, and so does uniclip in some.
+    ours = " / ".join(dict.fromkeys(shown["uniclip"]))
+    return f"{shown['native'][-1]} → {ours}" if shown["native"] else ours
+
+
 def speedup_on_gpu(row: Row) -> str:
-    """Return how many times as fast uniclip is in the time of the GPU."""
-    return number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
+    """Return how many times as fast uniclip is on the GPU, with quartiles if there are rounds."""
+    if "speedup" in row:
+        return spread(row["speedup"])
+    return bold_if_slower(number(ratio_on_gpu(row)), ratio_on_gpu(row))
+
+
+def ratio_on_gpu(row: Row) -> float:
+    """Return how many times as fast uniclip is on the GPU."""
+    if "speedup" in row:
+        return float(row["speedup"][1])
+    return float(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
 
 
 def gpu_versions(about: dict[str, Any]) -> str:
@@ -154,8 +186,12 @@ def number(ratio: float) -> str:
 def spread(ratios: list[float]) -> str:
     """Return a median and its quartiles, bold if uniclip is slower."""
     low, middle, high = map(number, ratios)
-    text = f"{middle} ({low}-{high})"
-    return f"**{text}**" if float(middle) < 1 else text
+    return bold_if_slower(f"{middle} ({low}-{high})", float(middle))
+
+
+def bold_if_slower(text: str, ratio: float) -> str:
+    """Return a speedup in bold if uniclip is slower."""
+    return f"**{text}**" if ratio < 1 else text
 
 
 def duration(us: float) -> str:

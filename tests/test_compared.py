@@ -135,6 +135,27 @@ def test_speed(tmp_path: Path) -> None:
     )
 
 
+def test_gpu_without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark of GPUs runs to its end on a CPU, with right results, and makes a table."""
+    path = tmp_path / "gpu.json"
+    words = ["waits", "times", "cupy", "jax", "--rounds", "1", "--out", str(path)]
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", *words]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "left out: waits (needs a GPU), cupy (needs a GPU and CuPy)" in printed
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["about"].keys() == {"what", "device", "date", "versions"}
+
+    # Each operation has a step that clips, and one that does not.
+    names = {row["what"].rsplit(", ", 1)[0] for row in results["rows"]}
+    assert {"global norm", "whole step of fused AdamW", "agc", "zclip"} <= names
+    assert "JAX: whole step of AdamW, global norm" in names
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = importlib.import_module("performance_tables")
+    rows = list(tables.on_gpu(results["rows"]))
+    assert 2 * len(rows) == len(results["rows"])
+    assert all(row[2].count(" / ") == 1 for row in rows)
+
+
 def test_growth() -> None:
     """The growth benchmark compiles and runs both programs."""
     rows = list(many.measure("jax", "by_norm, 10 leaves of 32x32", 1))
