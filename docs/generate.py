@@ -24,7 +24,7 @@ def everything() -> None:
     pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
     compared, *speed = (
         json.loads((HERE / f"{name}.json").read_bytes())
-        for name in ("compared-pages", "speed-step", "speed-growth", "speed-gpu")
+        for name in ("compared-pages", "speed-step", "speed-growth", "speed-gpu", "launches")
     )
     texts = {"promises": contract.table(), "dtypes": contract.dtypes()} | rule_tables.parts()
     texts |= {f"compared-{name}": text for name, text in compared["parts"].items()}

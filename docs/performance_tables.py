@@ -17,7 +17,12 @@ DTYPES = ("float32", "bfloat16")
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
-def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> dict[str, str]:
+def parts(
+    step: dict[str, Any],
+    growth: dict[str, Any],
+    gpu: dict[str, Any],
+    launches: dict[str, list[int]],
+) -> dict[str, str]:
     """Return the tables by name."""
     rows = step["rows"]
     torch, others = (
@@ -47,6 +52,7 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
             ],
             on_gpu(gpu["rows"]),
         ),
+        "launches": table(["kernels", "rules"], by_launches(launches)),
         "gpu-versions": gpu_versions(gpu["about"]),
         "versions": (
             f"Training steps were {versions(step['about'])} "
@@ -147,6 +153,15 @@ def before_and_after(rows: list[Row], keys: tuple[str, ...], show: Callable[[Any
     # The native function does the same in both kinds of steps, and so does uniclip in some.
     ours = " / ".join(dict.fromkeys(shown["uniclip"]))
     return f"{shown['native'][-1]} → {ours}" if shown["native"] else ours
+
+
+def by_launches(launches: dict[str, list[int]]) -> Iterator[list[str]]:
+    """Yield how many kernels a step starts, and the rules of which this is so."""
+    rules: dict[int, list[str]] = {}
+    for name, (triton, torch) in launches.items():
+        rules.setdefault(triton + torch, []).append(f"`{name}`")
+    for number_of_kernels, names in sorted(rules.items()):
+        yield [str(number_of_kernels), ", ".join(names)]
 
 
 def speedup_on_gpu(row: Row) -> str:

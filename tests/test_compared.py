@@ -65,8 +65,8 @@ def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     tables = importlib.import_module("performance_tables")
     measured = [
-        json.loads((ROOT / "docs" / f"speed-{name}.json").read_bytes())
-        for name in ("step", "growth", "gpu")
+        json.loads((ROOT / "docs" / f"{name}.json").read_bytes())
+        for name in ("speed-step", "speed-growth", "speed-gpu", "launches")
     ]
     step = measured[0]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
