@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from compared import table
@@ -41,16 +41,10 @@ def parts(
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
         ),
         "gpu": table(
-            [
-                "on a GPU",
-                "compared with",
-                "speedup",
-                "GPU time",
-                "host time",
-                "launches",
-                "peak memory",
-            ],
-            on_gpu(gpu["rows"]),
+            ["on a GPU", "compared with", "speedup", "GPU time in µs"], on_gpu(gpu["rows"])
+        ),
+        "gpu-host": table(
+            ["on a GPU", "host time in µs", "launches", "memory in MB"], on_host(gpu["rows"])
         ),
         "launches": table(["kernels", "rules"], by_launches(launches)),
         "gpu-versions": gpu_versions(gpu["about"]),
@@ -119,40 +113,45 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the speedups on the GPU, the times of the GPU and of the host, the launched kernels,
-    and the peak of memory, not clipped / clipped.
-    """
-    cases: dict[tuple[str, str, str], list[Row]] = {}
+    """Yield the speedups and the times of the GPU, not clipped / clipped."""
+    for title, some in by_title(rows):
+        speedups = " / ".join(speedup_on_gpu(row) for row in some)
+        times = before_and_after(some, ("gpu_us", "step_us"), "{:,.0f}")
+        yield [title, some[0]["peer"], speedups, times]
+
+
+def on_host(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the times of the host, the launched kernels, and the memory above the gradients."""
+    for title, some in by_title(rows):
+        formats = {"host_us": "{:,.0f}", "launches": "{:,}", "peak_mb": "{:.1f}"}
+        cells = [before_and_after(some, (key,), form) for key, form in formats.items()]
+        if set(cells) != {"-"}:
+            yield [title, *cells]
+
+
+def by_title(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows of an operation, not clipped and clipped, with their title."""
+    cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        cases.setdefault((row["what"], row["dtype"], row["peer"]), []).append(row)
-    for (what, dtype, peer), some in cases.items():
+        cases.setdefault((row["what"], row["dtype"]), []).append(row)
+    for (what, dtype), some in cases.items():
         # A title says which steps a row is of, if these are not both.
         only = {None: "", True: ", clipped", False: ", not clipped"}[some[0]["clipped"]]
-        title = f"{what}, {dtype}{only if len(some) == 1 else ''}"
-        speedups = " / ".join(speedup_on_gpu(row) for row in some)
-        yield [
-            title,
-            peer,
-            speedups,
-            before_and_after(some, ("gpu_us", "step_us"), duration),
-            before_and_after(some, ("host_us",), duration),
-            before_and_after(some, ("launches",), str),
-            before_and_after(some, ("peak_mb",), "{:.3g} MB".format),
-        ]
+        yield f"{what}, {dtype}{only if len(some) == 1 else ''}", some
 
 
-def before_and_after(rows: list[Row], keys: tuple[str, ...], show: Callable[[Any], str]) -> str:
-    """Return a measurement of the native function and those of uniclip, ``-`` if not measured."""
-    shown = {
-        way: [show(row[way][key]) for row in rows for key in keys if key in row[way]]
+def before_and_after(rows: list[Row], keys: tuple[str, ...], form: str) -> str:
+    """Return a measurement of the other function and those of uniclip, ``-`` if not measured."""
+    theirs, ours = (
+        [form.format(row[way][key]) for row in rows for key in keys if key in row[way]]
         for way in ("native", "uniclip")
-    }
-    if not shown["uniclip"]:
+    )
+    if not ours:
         return "-"
 
-    # The native function does the same in both kinds of steps, and so does uniclip in some.
-    ours = " / ".join(dict.fromkeys(shown["uniclip"]))
-    return f"{shown['native'][-1]} → {ours}" if shown["native"] else ours
+    # The other function does the same in both kinds of steps, and so does uniclip in some.
+    after = " / ".join(dict.fromkeys(ours))
+    return f"{theirs[-1]} → {after}" if theirs else after
 
 
 def by_launches(launches: dict[str, list[int]]) -> Iterator[list[str]]:
