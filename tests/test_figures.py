@@ -14,6 +14,7 @@ import math
 import re
 import statistics
 import tokenize
+import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -30,6 +31,7 @@ from cases import GROUPS, TOLERANCE
 from compared import tidy
 from kit.cpu import FACTOR
 from kit.pages import BLOCK
+from uniclip import insight
 
 pytestmark = pytest.mark.needs("numpy")
 ROOT = Path(__file__).parents[1]
@@ -141,6 +143,12 @@ def torch_of_tests() -> str:
 def torch_of(environment: str) -> str:
     """Return the version of PyTorch that an environment of tox installs."""
     return found("tox.ini", rf"\[testenv:{environment}\] [^\[]*? deps = torch==([\d.]+)\.\* ")
+
+
+def version_before(version: str) -> str:
+    """Return the minor version before a version."""
+    major, minor = map(int, version.split("."))
+    return f"{major}.{minor - 1}"
 
 
 def hundreds(value: float) -> str:
@@ -282,6 +290,28 @@ def growth_of_adagc() -> float:
     return (1 - default(uc.adagc, "decay")) * (default(uc.adagc, "ratio") - 1)
 
 
+def growth_of_quantile() -> float:
+    """Return by which share the limit of `by_example_quantile` rises if no example is within it."""
+    clipper = uc.Clipper(uc.by_example_quantile())
+    limits = []
+    for _ in range(2):
+        clipper(np.full((4, 1), 1e3))
+        limits.append(np.max(clipper.report.limits))
+    return float(limits[1] / limits[0]) - 1
+
+
+def skips_until_warned() -> int:
+    """Return after how many skipped steps in a row a `Clipper` warns."""
+    clipper = uc.Clipper(uc.by_global_norm(1.0, nonfinite="skip"))
+    for step in range(1, 100):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            clipper([np.array([math.nan])])
+        if seen:
+            return step
+    pytest.fail("no warning")
+
+
 def at_limit(curve: Any) -> str:
     """Return the factor of a curve at the limit, to two digits."""
     [factor] = curve(np, np.ones(1), np.ones(1))
@@ -394,7 +424,11 @@ VERSIONS = [
             torch_of("torch-2-11"),
         ],
     ),
-    Stated("docs/versions.md", "| {} to 2.10 | yes | the graph", lambda: [lowest("torch")]),
+    Stated(
+        "docs/versions.md",
+        "| {} to {} | yes | the graph",
+        lambda: [lowest("torch"), version_before(torch_of("torch-2-11"))],
+    ),
     Stated("docs/versions.md", "| from {} | yes | in one", lambda: [torch_of("torch-2-11")]),
     Stated("docs/use-it-with-pytorch.md", "| case | PyTorch {} |", lambda: [torch_of_tests()]),
     Stated(
@@ -570,6 +604,21 @@ RULES = [
     ),
     Stated(
         "docs/rules/adaptive.md",
+        "jump within about {} steps",
+        lambda: [WORDS[round(1 / (1 - default(uc.log_zscore, "decay")))]],
+    ),
+    Stated(
+        "docs/rules/adaptive.md",
+        "a change is followed in {} steps",
+        lambda: [str(default(uc.percentile_clipping, "window"))],
+    ),
+    Stated(
+        "docs/rules/adaptive.md",
+        "After {} steps of global clipping",
+        lambda: [str(default(uc.adagc, "warmup"))],
+    ),
+    Stated(
+        "docs/rules/adaptive.md",
         "no z-score exceeds {} with the default decay",
         lambda: [f"{smallest_deaf_z():.1f}"],
     ),
@@ -609,6 +658,16 @@ RULES = [
         "docs/rules/examples.md",
         "to a norm of about 1; the one of norm {} grows to {} :align:",
         lambda: last_norms("auto_s"),
+    ),
+    Stated(
+        "docs/rules/examples.md",
+        "The limit climbs from {} to the median",
+        lambda: [str(default(uc.by_example_quantile, "start"))],
+    ),
+    Stated(
+        "docs/rules/examples.md",
+        "The limit rises by at most {} per step",
+        lambda: [{0.1: "a tenth"}[round(growth_of_quantile(), 1)]],
     ),
     Stated(
         "docs/rules/examples.md",
@@ -687,6 +746,16 @@ DEFAULTS = [
             ("docs/skip-a-step.md", "a spike: {} standard deviations above"),
         )
     ],
+    Stated(
+        "docs/skip-a-step.md",
+        "After {} skipped steps in a row,",
+        lambda: [WORDS[skips_until_warned()]],
+    ),
+    Stated(
+        "docs/log-and-plot.md",
+        "reads them once per {} steps",
+        lambda: [str(default(insight.Recorder, "every"))],
+    ),
     Stated(
         "docs/use-it-on-many-processes.md",
         "warm-up, {} steps by default, `uc.adagc`",
@@ -781,6 +850,7 @@ def test_speed() -> None:
 
 
 @pytest.mark.needs("torch")  # The environments of frameworks have the demo extra.
+@pytest.mark.xdist_group("first figure")
 @pytest.mark.parametrize("stated", DRAWN, ids=lambda stated: f"{stated.page}: {stated.text}")
 def test_texts_of_figures(stated: Stated) -> None:
     """A page describes what its figure shows."""
@@ -788,6 +858,7 @@ def test_texts_of_figures(stated: Stated) -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.xdist_group("first figure")
 def test_the_first_figure() -> None:
     """The first figure shows the training of the example, in both themes."""
     step, share, norm = hero()
