@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import pytest
 import steps
 import timing
@@ -312,6 +313,26 @@ def skips_until_warned() -> int:
     pytest.fail("no warning")
 
 
+def error_of_percentiles() -> float:
+    """Return the largest error of the percentiles of all norms, in percent."""
+    norms = np.random.default_rng(0).lognormal(size=40)
+    errors = []
+    for percentile in (30, 50, 70):
+        clipper = uc.Clipper(uc.autoclip(percentile, window=None))
+        for norm in norms:
+            clipper([np.array([norm])])
+        exact = np.percentile(norms, percentile)
+        errors.append(abs(float(clipper.report.limits) / exact - 1))
+    return 100 * max(errors)
+
+
+def sizes_of_histograms() -> list[str]:
+    """Return the sizes of the states of percentiles of all norms, in kB: float32, float64."""
+    rule = uc.autoclip(window=None)
+    states = [optree.tree_leaves(rule.init(np.zeros(1, dtype))) for dtype in ("f4", "f8")]
+    return [f"{sum(array.nbytes for array in state) / 1000:.0f}" for state in states]
+
+
 def at_limit(curve: Any) -> str:
     """Return the factor of a curve at the limit, to two digits."""
     [factor] = curve(np, np.ones(1), np.ones(1))
@@ -522,6 +543,13 @@ MEASURED = [
     ),
     Stated(
         "docs/performance.md",
+        "compute capability {} or more",
+        lambda: [
+            found("src/uniclip/backends/torch/kernels.py", r" _MINIMUM_CAPABILITY = \((\d+), 0\)")
+        ],
+    ),
+    Stated(
+        "docs/performance.md",
         "layers of up to {} units ({} million parameters)",
         wide_network,
     ),
@@ -636,6 +664,16 @@ RULES = [
         ],
     ),
     Stated(
+        "src/uniclip/presets/adaptive.py",
+        "``(1 - decay)·(ratio - 1)``, {}, per step",
+        lambda: [f"{growth_of_adagc():.1%}"],
+    ),
+    Stated(
+        "src/uniclip/limits/percentiles.py",
+        "takes {} kB for each norm, or {} kB in float64",
+        sizes_of_histograms,
+    ),
+    Stated(
         "docs/rules/adaptive.md",
         "to every small norm and rises by at most {} per step",
         lambda: [f"{default(uc.norm_growth, 'ratio') - 1:.0%}"],
@@ -731,8 +769,11 @@ DEFAULTS = [
     ),
     Stated(
         "docs/moving-from.md",
-        "the default window is {} |",
-        lambda: [f"{default(uc.autoclip, 'window'):,}"],
+        "| within {}; the default window is {} |",
+        lambda: [
+            {1: "half a percent"}[math.ceil(2 * error_of_percentiles())],
+            f"{default(uc.autoclip, 'window'):,}",
+        ],
     ),
     Stated(
         "docs/moving-from.md",
