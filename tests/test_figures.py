@@ -798,6 +798,14 @@ DEFAULTS = [
         lambda: [str(default(insight.Recorder, "every"))],
     ),
     Stated(
+        "docs/what-happened-at-step-n.md",
+        "the median of the last {} (five times before the twentieth step) and {} standard",
+        lambda: [
+            {100: "hundred"}[default(insight.spikes, "window")],
+            WORDS[default(insight.spikes, "z")],
+        ],
+    ),
+    Stated(
         "docs/use-it-on-many-processes.md",
         "warm-up, {} steps by default, `uc.adagc`",
         lambda: [str(default(uc.adagc, "warmup"))],
