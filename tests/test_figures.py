@@ -880,6 +880,29 @@ def test_the_compared_cases() -> None:
     assert {sum(map(int, marks)) for marks in counts.values()} == {sum(map(len, GROUPS.values()))}
 
 
+FEATURES = {
+    "Finite gradients of 1e30": "A finite gradient of 1e30",
+    "bfloat16, measured in float32": "The norm of 500 bfloat16 tensors after clipping",
+    "Sparse, with a row that occurs twice": "A row that occurs twice",
+}
+"""The rows of the table of features that one of the compared cases decides."""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_features_of_libraries(feature: str) -> None:
+    """The table of features has the recorded marks of the libraries, with errors as wrong."""
+    page = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    table = {name: marks for name, *marks in cells(page)}
+    blocks = "\n\n".join(data("compared-pages")["parts"].values())
+    [results] = re.findall(
+        rf"^\*\*{FEATURES[feature]}\*\*:.*\n\n((?:- .*\n?)+)", blocks, re.MULTILINE
+    )
+    marks = dict(re.findall(r"\*(\w+)\* +(\S+)", results.replace("error", "✗")))
+    assert marks.keys() == tally().keys() - {"at least one built-in"}
+    libraries = dict(zip(table[""], table[feature], strict=True))
+    assert {name: libraries[name] for name in marks} == marks
+
+
 def test_speed() -> None:
     """The README has the measured ratios of the page, and lists where uniclip is slower."""
     measured = [data(f"speed-{name}") for name in ("step", "growth", "gpu")]
