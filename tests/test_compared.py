@@ -1,14 +1,11 @@
-"""The comparison with other libraries: its cases, its programs, and the tables in the pages."""
+"""The comparison with other libraries: its cases and its programs."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
-import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import many
@@ -22,7 +19,6 @@ from compared import RIGHT, offers, result
 
 ROOT = Path(__file__).parents[1]
 CASES = [case for cases in GROUPS.values() for case in cases]
-PAGES = json.loads((ROOT / "docs" / "compared-pages.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
@@ -42,84 +38,6 @@ def test_calls_of_others(library: calls.Library) -> None:
     assert {
         case.title: found for case in usual if (found := result(library, case)).mark != RIGHT
     } == {}
-
-
-def test_what_is_said() -> None:
-    """The recorded results cover the current cases, and README and page contain their numbers."""
-    counts = {name: marks for name, *marks in cells(PAGES["parts"]["tally"])[2:]}
-    right, wrong = counts["uniclip"][0], counts.pop("at least one built-in")[1]
-    assert {sum(map(int, marks)) for marks in counts.values()} == {len(CASES)}
-    readme, page = (
-        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/compared.md")
-    )
-    assert f"In {wrong} of {len(CASES)} cases at least one" in readme
-    assert f"uniclip is right in all {right}." in readme
-    assert (
-        f"right in all {right} cases. At least one built-in function is wrong, without an "
-        f"error, in {wrong}."
-    ) in page
-
-
-def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README has the measured ratios of the page, and lists where uniclip is slower."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    tables = importlib.import_module("performance_tables")
-    measured = [
-        json.loads((ROOT / "docs" / f"{name}.json").read_bytes())
-        for name in ("speed-step", "speed-growth", "speed-gpu", "launches")
-    ]
-    step = measured[0]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    said = readme[readme.index("- **Fast.**") : readme.index("- **Small")]
-    assert cells(said) == cells(tables.parts(*measured)["readme"])
-    rows = [row for row in step["rows"] if row["framework"] == "torch"]
-    slow = {
-        row["what"]
-        for row in rows
-        if any(round(ratio[1], 2) < 1 for ratio in row["times"].values())
-    }
-    assert slow == {
-        name
-        for names in re.findall(r"Slower: [^(]*\(([^)]+)\)", said)
-        for name in names.split(", ")
-    }
-
-
-def test_sizes_are_said() -> None:
-    """The README states the current lines of code, in hundreds, without docstrings and comments."""
-    source = ROOT / "src" / "uniclip"
-    files = [
-        file for file in source.rglob("*.py") if not {"integrations", "insight"} & {*file.parts}
-    ]
-    core, step = (
-        100 * round(sum(map(count_lines, some)) / 100)
-        for some in (files, [source / "_core" / "step.py"])
-    )
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"is {core:,} lines of code in {len(files)} files." in readme
-    assert f"share one step of {step} lines." in readme
-
-
-def count_lines(file: Path) -> int:
-    """Return the number of lines of code."""
-    lines, begins = set[int](), True
-    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
-        between = token.type in {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-        if between or token.type in {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER}:
-            begins |= between
-        else:
-            docstring, begins = begins and token.type == tokenize.STRING, False
-            lines |= set() if docstring else {*range(token.start[0], token.end[0] + 1)}
-    return len(lines)
-
-
-def cells(text: str) -> list[list[str]]:
-    """Return the cells of a Markdown table in a text."""
-    return [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if "|" in line
-    ]
 
 
 def test_speed(tmp_path: Path) -> None:
