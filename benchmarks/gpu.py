@@ -1,680 +1,133 @@
-"""Run uniclip on a GPU: first check numbers, waits, graphs and streams, then measure times.
+# SPDX-License-Identifier: MIT
+"""Run uniclip on a GPU: check numbers, waits, graphs, and streams, then measure times.
 
-Run it in a checkout, as ``python benchmarks/gpu.py [section ...]``; it takes about two minutes, and
-``--minutes 5`` gives it more. On a machine without a GPU it checks the numbers in Triton's
-interpreter, if Triton is installed, and names the skipped sections.
+Run it in a checkout, as ``python benchmarks/gpu.py [section ...]``, with PyTorch for CUDA, and with
+JAX for CUDA and optax, CuPy, and timm, if they are installed. It takes about two minutes, and
+writes the times to ``docs/speed-gpu.json``, from which the tables of the documentation are made.
+
+On a machine without a GPU, it checks the numbers in Triton's interpreter, measures small trees,
+writes a file only if ``--out`` names one, and says what is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import math
+import importlib
 import os
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import product, starmap
+from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
+import gpu_checks
+import gpu_times
 import torch
-from torch import Tensor
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-HAS_GPU = torch.cuda.is_available()
-# Triton reads the variable when it is imported.
-if not HAS_GPU:
-    os.environ |= {"TRITON_INTERPRET": "1"}
-
-import uniclip as uc  # noqa: E402 - from this checkout
-from kit.devices import elsewhere  # noqa: E402
-from uniclip.integrations.torch import (  # noqa: E402
-    attach,
-    clip_grad_norm_,
-)
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "float64": 1e-10, "mixed": 1e-2}
-SHAPES = {
-    "matrix": (300, 70),
-    "vector": (70,),
-    "kernel": (8, 3, 5, 5),
-    "number": (),
-    "empty": (0, 4),
-    "wide": (3, 9000),
-    "row": (1, 50),
-}
-RULES: dict[str, Any] = {
-    "global": uc.by_global_norm(1.0),
-    "skip": uc.by_global_norm(1.0, nonfinite="skip"),
-    "zero": uc.by_global_norm(1.0, nonfinite="zero"),
-    "skip_above": uc.by_global_norm(1.0, skip_above=1e3),
-    "by_norm": uc.by_norm(0.5),
-    "by_block_rms": uc.by_block_rms(0.1),
-    "by_value": uc.by_value(-0.3, 0.3),
-    "agc": uc.agc(0.01),
-    "zclip": uc.zclip(),
-    "autoclip": uc.autoclip(),
-    "adagc": uc.adagc(),
-    "skip_spikes": uc.skip_spikes(),
-    "percentile_clipping": uc.percentile_clipping(),
-}
-"""Rules that all checks take."""
-IN_GRAPHS = {
-    "zclip, warm": uc.zclip(warmup=2),
-    "adagc, warm": uc.adagc(warmup=1),
-    "skip_spikes, long": uc.skip_spikes(window=500, warmup=2),
-    "norm_growth": uc.norm_growth(),
-}
-"""Rules that are captured, too: past their warm-up, and with a long window."""
-WARM_UP = 3
-"""How many steps run before a capture."""
-
-
-class Run:
-    """The results of checks, and the remaining time."""
-
-    def __init__(self, minutes: float, wanted: set[str]) -> None:
-        self.end = time.monotonic() + 60 * minutes
-        self.wanted = wanted
-        self.passed = 0
-        self.failed: list[str] = []
-        self.left_out: list[str] = []
-
-    def section(self, name: str, *, needs_gpu: bool = True) -> bool:
-        """Return whether to run a section."""
-        if self.wanted and name not in self.wanted:
-            return False
-        if needs_gpu and not HAS_GPU:
-            self.left_out.append(f"{name} (needs a GPU)")
-            return False
-        print(f"\n## {name}", flush=True)
-        return True
-
-    def has_time(self, name: str) -> bool:
-        """Return whether there is time for another part."""
-        if time.monotonic() < self.end:
-            return True
-        self.left_out.append(f"{name} (no time)")
-        return False
-
-    def check(self, name: str, function: Callable[[], None]) -> None:
-        """Run a check, and continue after a failure, since machines with a GPU are rare."""
-        if not self.has_time(name):
-            return
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001 - all failures are printed
-            self.failed.append(name)
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            text = " ".join(str(error).split())[:260]
-            print(f"FAILED {name}: {type(error).__name__} {text} ({place.name}:{place.lineno})")
-        else:
-            self.passed += 1
-
-
-@contextmanager
-def with_kernels(*, triton: bool) -> Iterator[None]:
-    """Turn the Triton kernels on or off. On a CPU, let tensors report an accelerator."""
-    wish = "0" if not triton else "1" if not HAS_GPU else ""
-    with (
-        mock.patch.dict(os.environ, UNICLIP_TRITON=wish),
-        nullcontext() if HAS_GPU else elsewhere(),
-    ):
-        yield
-
-
-def needs(rule: Any) -> Any:
-    """Return the arguments that a rule needs besides the gradients."""
-    return getattr(getattr(rule, "limit", None), "needs", ())
-
-
-def synchronize() -> None:
-    """Wait for the GPU."""
-    if HAS_GPU:
-        torch.cuda.synchronize()
-
-
-def norm_of(arrays: list[Tensor]) -> float:
-    """Return the joint norm in float64."""
-    return float(torch.cat([array.detach().flatten().double() for array in arrays]).norm())
-
-
-def parameters(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32
-) -> list[torch.nn.Parameter]:
-    """Return parameters with gradients."""
-    made = [torch.nn.Parameter(torch.randn(shape, device=DEVICE).to(dtype)) for shape in shapes]
-    for param in made:
-        param.grad = torch.randn_like(param)
-    return made
-
-
-# Numbers.
-
-
-def compare(name: str, dtype: str, *, in_place: bool, triton: bool) -> None:
-    """Require two steps of a rule to equal those in float64 on a CPU."""
-    rule = RULES[name]
-    kinds = {key: DTYPES.get(dtype, torch.float32) for key in SHAPES}
-    if dtype == "mixed":
-        kinds |= dict.fromkeys(("matrix", "vector"), torch.bfloat16)
-    grads, params = (
-        {key: torch.randn(shape).to(kinds[key]) for key, shape in SHAPES.items()} for _ in range(2)
-    )
-    loss = {"loss": 1.0} if "loss" in needs(rule) else {}
-    given: dict[str, Any] = {"params": {key: leaf.to(DEVICE) for key, leaf in params.items()}}
-    wanted: dict[str, Any] = {"params": {key: leaf.double() for key, leaf in params.items()}}
-    if "params" not in needs(rule):
-        given, wanted = {}, {}
-
-    clipper, other = uc.Clipper(rule), uc.Clipper(rule)
-    for step in (1, 2):
-        leaves = {key: leaf.to(DEVICE) * step for key, leaf in grads.items()}
-        with with_kernels(triton=triton):
-            clipped = (clipper.clip_ if in_place else clipper)(leaves, **given, **loss)
-        wide = {key: leaf.double() * step for key, leaf in grads.items()}
-        expected = other(wide, **wanted, **loss)
-
-    tolerance = TOLERANCES[dtype]
-    for key, leaf in (leaves if in_place else clipped).items():
-        if leaf.dtype is not kinds[key]:
-            msg = f"{key} is {leaf.dtype}"
-            raise TypeError(msg)
-        largest = float(expected[key].abs().max()) if expected[key].numel() else 0.0
-        torch.testing.assert_close(
-            leaf.cpu().double(), expected[key], rtol=tolerance, atol=tolerance * largest + 1e-7
-        )
-
-
-def check_numbers(run: Run, *, triton: bool) -> None:
-    """Compare all rules in all dtypes."""
-    for dtype in TOLERANCES:
-        for name in RULES:
-            for in_place in (True, False):
-                where = "in place" if in_place else "new"
-                run.check(
-                    f"{name}, {dtype}, {where}",
-                    lambda: compare(name, dtype, in_place=in_place, triton=triton),  # noqa: B023
-                )
-
-
-# Features of a GPU: waits, graphs, streams.
-
-
-def without_wait(rule: Any, *, triton: bool) -> None:
-    """Require that no step of an attached rule but the first waits."""
-    params = parameters([(30, 70), (70,), (8, 3, 5, 5)])
-    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
-    handle = attach(optimizer, rule)
-    closure = {"closure": lambda: torch.ones((), device=DEVICE)} if "loss" in needs(rule) else {}
-    with with_kernels(triton=triton):
-        for step in range(4):
-            for param in params:
-                param.grad = torch.randn_like(param)
-            synchronize()
-            with nullcontext() if step == 0 else refusing_waits():
-                optimizer.step(**closure)
-    handle.remove()
-
-
-def warmed_up(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of a function, after a warmup."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def fill_freed_memory() -> list[Tensor]:
-    """Overwrite freed memory, so that a graph cannot read its addresses by luck."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    sizes = (2, 8, 16, 64, 148, 512, 4096, 65536, 1 << 20)
-    made = [torch.full((size,), -1, dtype=torch.int64, device=DEVICE) for size in sizes * 4]
-    return made + [torch.full((size,), -1, dtype=torch.int64).pin_memory() for size in sizes]
-
-
-def replay_drop_in(dtype: torch.dtype) -> None:
-    """Require a captured drop-in to clip the gradients that are present at a replay."""
-    params = parameters([(50, 3), (7,), (400, 300)], dtype)
-    norms = []
-    graph = warmed_up(lambda: norms.append(clip_grad_norm_(params, 1.0)))
-    for scale in (1.0, 5.0, 1e-5, 1.0):
-        filled = fill_freed_memory()
-        grads = [torch.randn_like(param) * scale for param in params]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad.copy_(grad)
-        graph.replay()
-        synchronize()
-        norm = norm_of(grads)
-        torch.testing.assert_close(float(norms[-1]), norm, rtol=1e-5, atol=0)
-        clipped = norm_of([param.grad for param in params])
-        torch.testing.assert_close(clipped, min(norm, 1.0), rtol=3e-3, atol=0)
-        del filled
-
-
-def replay_attached(rule: Any) -> None:
-    """Require a captured step of a fused optimizer to clip like a step without a graph."""
-    shapes: list[tuple[int, ...]] = [(50, 3), (7,), (400, 300)]
-    params = parameters(shapes)
-    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    for param, other in zip(params, others, strict=True):
-        other.grad = param.grad.clone()
-    optimizers = [
-        torch.optim.AdamW(group, lr=0.0, fused=True, capturable=True) for group in (params, others)
-    ]
-    handles = [attach(optimizer, rule) for optimizer in optimizers]
-    closure = {"closure": lambda: torch.ones((), device=DEVICE)} if "loss" in needs(rule) else {}
-    graph = warmed_up(lambda: optimizers[0].step(**closure))
-    for _ in range(WARM_UP):
-        optimizers[1].step(**closure)
-    for scale in (1.0, 5.0, 0.01):
-        filled = fill_freed_memory()
-        for param, other in zip(params, others, strict=True):
-            param.grad.copy_(torch.randn_like(param) * scale)
-            other.grad.copy_(param.grad)
-        graph.replay()
-        optimizers[1].step(**closure)
-        synchronize()
-        for param, other in zip(params, others, strict=True):
-            torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-7)
-        del filled
-    for handle in handles:
-        handle.remove()
-
-
-def on_streams() -> None:
-    """Require a stream not to read a table before another stream has sent it."""
-    grads = [torch.randn(1000, 1000, device=DEVICE) for _ in range(4)]
-    norm = norm_of(grads)
-    found = []
-    for stream in [torch.cuda.Stream() for _ in range(4)]:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(3_000_000)  # noqa: SLF001 - PyTorch has no public one
-            found.append(uc.clip_(grads, uc.by_global_norm(1e9)).norms)
-    synchronize()
-    for value in found:
-        torch.testing.assert_close(float(value), norm, rtol=1e-6, atol=0)
-
-
-def of_many_lists() -> None:
-    """Require right norms for more lists of tensors than the cache keeps."""
-    lists = [
-        [torch.full((1000,), n, device=DEVICE), torch.ones(30, device=DEVICE)] for n in range(200)
-    ]
-    norms = [uc.clip_(leaves, uc.by_global_norm(1e9)).norms for leaves in lists]
-    for number, norm in enumerate(norms):
-        torch.testing.assert_close(float(norm), (1000 * number**2 + 30) ** 0.5, rtol=1e-6, atol=0)
-
-
-# Times.
-
-
-def gpt(layers: int, width: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a GPT-2."""
-    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width)]
-    for _ in range(layers):
-        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
-        shapes += [
-            (width,),
-            (width,),
-            (4 * width, width),
-            (4 * width,),
-            (width, 4 * width),
-            (width,),
-        ]
-    return [*shapes, (width,), (width,)]
-
-
-NETS = {
-    "MLP of ten": [(64, 64), (64,)] * 5,
-    "50 of 16 k": [(128, 136), (136,)] * 25,
-    "GPT-2": gpt(12, 768),
-    "1.3 B": gpt(24, 2048),
-}
-
-
-@contextmanager
-def refusing_waits() -> Iterator[None]:
-    """Let PyTorch raise an error where the host waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def measure(function: Callable[[], Any], setup: Callable[[], Any], count: int = 7) -> str:
-    """Return the median times of the GPU and of the host in µs, and the kernels of a call, which
-    must not wait once it has run.
-    """
-    times = []
-    for number in range(count + 2):
-        setup()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        synchronize()
-        torch.cuda._sleep(8_000_000)  # noqa: SLF001 - the host is ahead, as in a training
-        start.record()
-        begin = time.perf_counter()
-        with nullcontext() if number == 0 else refusing_waits():
-            function()
-        host = time.perf_counter() - begin
-        end.record()
-        synchronize()
-        # The first call compiles.
-        if number > 1:
-            times.append((start.elapsed_time(end) * 1e3, host * 1e6))
-    gpu, host = (sorted(column)[count // 2] for column in zip(*times, strict=True))
-    return f"{gpu:.0f}/{host:.0f}/{count_kernels(function)}"
-
-
-def count_kernels(function: Callable[[], Any]) -> int:
-    """Return how many kernels a call starts."""
-    from torch.profiler import ProfilerActivity, profile
-
-    synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        function()
-        synchronize()
-    on_gpu = [
-        event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    return len([event for event in on_gpu if not event.name.startswith(("Memcpy", "Memset"))])
-
-
-def without(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that runs without the Triton kernels."""
-
-    def call() -> None:
-        with with_kernels(triton=False):
-            function()
-
-    return call
-
-
-def timm_agc(params: list[torch.nn.Parameter]) -> None:
-    """Clip as timm's ``adaptive_clip_grad`` does."""
-
-    def unit_norm(x: Tensor) -> Tensor:
-        if x.ndim <= 1:
-            return x.norm(2.0)
-        return x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
-
-    for param in params:
-        most = unit_norm(param.detach()).clamp_(min=1e-3).mul_(0.01)
-        norm = unit_norm(param.grad)
-        clipped = param.grad * (most / norm.clamp(min=1e-6))
-        param.grad.copy_(torch.where(norm < most, param.grad, clipped))
-
-
-def time_row(run: Run, label: str, ways: dict[str, Callable[[], Any]], grads: list[Tensor]) -> None:
-    """Print a row of times. Gradients are restored before each call."""
-    if not run.has_time(label):
-        return
-    kept = [grad.clone() for grad in grads]
-    setup = lambda: torch._foreach_copy_(grads, kept)  # noqa: E731
-    print(f"{label}: " + " | ".join(f"{name} {measure(f, setup)}" for name, f in ways.items()))
-
-
-def time_global(run: Run, net: str, dtype: torch.dtype) -> None:
-    """Print times of the plain global norm on one network."""
-    params = parameters(NETS[net], dtype)
-    grads = [param.grad for param in params]
-    for label, limit in (("clipped", 1.0), ("within", 1e9)):
-        rule = uc.by_global_norm(limit)
-        drop_in = partial(clip_grad_norm_, params, limit)
-        ways = {
-            "native": partial(torch.nn.utils.clip_grad_norm_, params, limit),
-            "drop-in": drop_in,
-            "without Triton": without(drop_in),
-            "clip": partial(uc.clip, grads, rule),
-        }
-        time_row(run, f"{net}, {str(dtype)[6:]}, {label}", ways, grads)
-
-
-def time_rules(run: Run) -> None:
-    """Print times of all rules on GPT-2, and with new gradient addresses at each step."""
-    native = torch.nn.utils
-    for dtype in (torch.float32, torch.bfloat16):
-        params = parameters(NETS["GPT-2"], dtype)
-        grads = [param.grad for param in params]
-        others: dict[str, Callable[[], Any]] = {
-            "by_value": lambda: native.clip_grad_value_(params, 0.3),  # noqa: B023
-            "agc": lambda: timm_agc(params),  # noqa: B023
-        }
-        for name, rule in RULES.items():
-            clipper = uc.Clipper(rule)
-            given = {"params": [param.detach() for param in params]}
-            given = given if "params" in needs(rule) else {}
-            loss = {"loss": 1.0} if "loss" in needs(rule) else {}
-            ours = lambda: clipper.clip_(grads, **given, **loss)  # noqa: B023, E731
-            ways = {"clip_": ours, "without Triton": without(ours)}
-            if name in others:
-                ways["native or timm"] = others[name]
-            time_row(run, f"{name}, {str(dtype)[6:]}", ways, grads)
-
-        def at_new_addresses() -> None:
-            clip_grad_norm_(params, 1e9)  # noqa: B023
-            for param in params:  # noqa: B023
-                param.grad = param.grad.clone()
-
-        def copied() -> None:
-            for param in params:  # noqa: B023
-                param.grad = param.grad.clone()
-
-        ways = {"clip and copy": at_new_addresses, "copy alone": copied}
-        time_row(run, f"new addresses, {str(dtype)[6:]}", ways, grads)
-
-
-def print_memory() -> None:
-    """Print the peak of memory beyond the gradients."""
-    params = parameters(NETS["GPT-2"])
-    grads = [param.grad for param in params]
-    ways = {
-        "native": lambda: torch.nn.utils.clip_grad_norm_(params, 1e-3),
-        "drop-in": lambda: clip_grad_norm_(params, 1e-3),
-        "by_norm": lambda: uc.clip_(grads, uc.by_norm(1.0)),
-        "agc": lambda: uc.clip_(grads, uc.agc(0.01), params=params),
-    }
-    for name, function in ways.items():
-        function()
-        synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        synchronize()
-        print(f"{name}: {(torch.cuda.max_memory_allocated() - before) / 1e6:.1f} MB")
-
-
-CALLS_BETWEEN_WAITS = 25
-"""How many steps of JAX run before the host waits, as in a training."""
-LARGEST_RATIO = 1.05
-"""How much longer than with optax' clipping a whole step of JAX may take."""
-
-
-def jax_transforms() -> dict[str, tuple[Any, Any]]:
-    """Return AdamW with clipping of optax and of uniclip, in pairs of the same purpose."""
-    import optax
-
-    from uniclip.integrations.optax import to_optax
-
-    adamw = optax.adamw(1e-3)
-    by_norm = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    def ours(rule: Any) -> Any:
-        return optax.chain(to_optax(rule), adamw)
-
-    return {
-        "global": (by_norm, ours(RULES["global"])),
-        "skip": (optax.apply_if_finite(by_norm, 9), ours(RULES["skip"])),
-        "agc": (optax.chain(optax.adaptive_grad_clip(0.01), adamw), ours(RULES["agc"])),
-        "not clipped": (adamw, adamw),
-    }
-
-
-def jax_timer(transform: Any, grads: list[Any]) -> Callable[[], float]:
-    """Return a function that takes some compiled steps, and returns the time of one in µs."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    def step(params: Any, grads: Any, state: Any) -> Any:
-        updates, state = transform.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    program = jax.jit(step, donate_argnums=(0, 2))
-    params = [jnp.ones_like(grad) for grad in grads]
-    held = [(params, transform.init(params))]
-
-    def timed() -> float:
-        params, state = jax.block_until_ready(held.pop())
-        start = time.perf_counter()
-        for _ in range(CALLS_BETWEEN_WAITS):
-            params, state = program(params, grads, state)
-        held.append(jax.block_until_ready((params, state)))
-        return (time.perf_counter() - start) / CALLS_BETWEEN_WAITS * 1e6
-
-    # The first calls compile, and allocate.
-    timed()
-    return timed
-
-
-def time_jax(
-    name: str, shapes: list[tuple[int, ...]], *, rounds: int = 30, largest: float = math.inf
-) -> None:
-    """Print times of whole steps with their spread, and require a ratio of at most ``largest``.
-
-    The two take turns. A machine that is busy for a while slows both of a round, so that ratios
-    are those of rounds.
-    """
-    import jax
-
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    grads = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    timers = [jax_timer(transform, grads) for transform in jax_transforms()[name]]
-    times = np.array([[timer() for timer in timers] for _ in range(rounds)])
-
-    ratios = times[:, 1] / times[:, 0]
-    columns = {"optax": times[:, 0], "uniclip": times[:, 1], "ratio": ratios}
-    print(f"JAX, whole step of AdamW, {name}: {' | '.join(starmap(with_spread, columns.items()))}")
-    if np.median(ratios) > largest:
-        msg = f"a step takes {np.median(ratios):.3f} times as long as with optax"
-        raise AssertionError(msg)
-
-
-def with_spread(label: str, values: Any) -> str:
-    """Return the median of some values, and between which 90 % of them are."""
-    middle, low, high = np.percentile(values, [50, 5, 95])
-    return f"{label} {middle:.4g} ({low:.4g} to {high:.4g})"
-
-
-def jax_has_gpu() -> bool:
-    """Return whether JAX and optax are installed and see a GPU."""
-    if not HAS_GPU:
-        return False
-    # PyTorch's memory is in use, too.
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    try:
-        import jax
-        import optax  # noqa: F401 - only whether it is there
-    except ImportError:
-        return False
-    return bool(jax.default_backend() == "gpu")
-
-
-def has_triton() -> bool:
-    """Return whether Triton can be imported."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    print(f"Triton {triton.__version__}")
-    return True
-
-
-def run_on_gpu(run: Run) -> None:
-    """Run the sections that need a GPU."""
-    if run.section("waits"):
-        for triton in (True, False):
-            for name, rule in RULES.items():
-                run.check(f"{name}, {triton=}", lambda: without_wait(rule, triton=triton))  # noqa: B023
-    if run.section("graphs"):
-        for dtype in (torch.float32, torch.bfloat16):
-            run.check(f"drop-in, {dtype}", lambda: replay_drop_in(dtype))  # noqa: B023
-        for name, rule in (RULES | IN_GRAPHS).items():
-            run.check(f"attached {name}", lambda: replay_attached(rule))  # noqa: B023
-    if run.section("streams"):
-        run.check("side streams", on_streams)
-        run.check("many lists", of_many_lists)
+from gpu_setup import HAS_GPU, ROOT, Run
+from timing import save
+
+import uniclip as uc
+
+Rows = list[gpu_times.Row]
+SECTIONS = ("kernels", "foreach", "waits", "graphs", "streams", "times", "cupy", "jax")
+
+
+def has(*names: str) -> bool:
+    """Return whether libraries are installed."""
+    return all(find_spec(name) is not None for name in names)
+
+
+def check_all(run: Run) -> None:
+    """Run the sections of checks."""
+    if not has("triton"):
+        run.leave_out("kernels", "Triton")
+    elif run.section("kernels"):
+        gpu_checks.check_numbers(run, triton=True)
+    if run.section("foreach"):
+        gpu_checks.check_numbers(run, triton=False)
+    for name, check in {
+        "waits": gpu_checks.check_waits,
+        "graphs": gpu_checks.check_graphs,
+        "streams": gpu_checks.check_streams,
+    }.items():
+        if not HAS_GPU:
+            run.leave_out(name, "a GPU")
+        elif run.section(name):
+            check(run)
+
+
+def time_all(run: Run, rounds: int) -> Rows:
+    """Run the sections of times, and return their rows."""
+    rows: Rows = []
     if run.section("times"):
-        print("time of the GPU in µs/time of the host in µs/kernels")
-        for net, dtype in product(NETS, (torch.float32, torch.bfloat16)):
-            time_global(run, net, dtype)
-            gc.collect()
-            torch.cuda.empty_cache()
-        time_rules(run)
-        print_memory()
+        rows += gpu_times.time_torch(run, rounds)
+    if not (HAS_GPU and has("cupy")):
+        run.leave_out("cupy", "a GPU and CuPy")
+    elif run.section("cupy"):
+        rows += gpu_times.time_cupy(run, rounds)
+    if not has("jax", "optax"):
+        run.leave_out("jax", "JAX and optax")
+    elif run.section("jax"):
+        rows += time_jax(run, rounds)
+    return rows
 
 
-def run_jax_on_gpu(run: Run) -> None:
-    """Run the section of JAX."""
-    if not jax_has_gpu():
-        run.left_out.append("jax (needs JAX for a GPU, and optax)")
-        return
-    if not run.section("jax"):
-        return
-    gc.collect()
-    torch.cuda.empty_cache()
+def time_jax(run: Run, rounds: int) -> Rows:
+    """Return the rows of JAX, unless it has no GPU on a machine with one."""
+    # PyTorch has memory, too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import gpu_jax
+    import jax
 
-    # The first row shows how far the ratio of equal programs is from 1.
-    for name in ("not clipped", "skip", "agc"):
-        run.check(f"JAX, {name}", lambda: time_jax(name, NETS["GPT-2"]))  # noqa: B023
-    run.check("JAX, global", lambda: time_jax("global", NETS["GPT-2"], largest=LARGEST_RATIO))
+    if HAS_GPU and jax.default_backend() != "gpu":
+        run.leave_out("jax", "JAX for CUDA")
+        return []
+    return gpu_jax.time_jax(run, rounds)
+
+
+def about() -> dict[str, Any]:
+    """Return what the rows depend on: the device, the date, and the installed versions."""
+    names = [name for name in ("torch", "triton", "jax", "optax", "cupy", "timm") if has(name)]
+    versions = {name: str(importlib.import_module(name).__version__) for name in names}
+    if torch.version.cuda is not None:
+        versions["CUDA"] = torch.version.cuda
+    return {
+        "what": f"uniclip {uc.__version__}",
+        "device": torch.cuda.get_device_name() if HAS_GPU else "CPU",
+        "date": f"{datetime.now(timezone.utc):%B %Y}",
+        "versions": versions,
+    }
 
 
 def main() -> int:
     """Run the requested sections, by default all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "sections", nargs="*", help="of kernels foreach waits graphs streams times jax"
+        "sections", nargs="*", metavar="section", help=f"one or more of {', '.join(SECTIONS)}"
     )
-    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--minutes", type=float, default=2.0, help="when to stop, by default 2")
+    parser.add_argument("--rounds", type=int, default=9, help="calls of a function, by default 9")
+    parser.add_argument("--out", type=Path, help="the file to write the times to")
     options = parser.parse_args()
-    run = Run(options.minutes, set(options.sections))
+    unknown = {*options.sections} - {*SECTIONS}
+    if unknown:
+        parser.error(f"no section is named {', '.join(sorted(unknown))}")
+
+    run = Run(options.minutes, {*options.sections})
     print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name() if HAS_GPU else 'no GPU'}")
-
-    if has_triton():
-        if run.section("kernels", needs_gpu=False):
-            check_numbers(run, triton=True)
-    else:
-        run.left_out.append("kernels (no Triton)")
-    if run.section("foreach", needs_gpu=False):
-        check_numbers(run, triton=False)
-    run_on_gpu(run)
-    run_jax_on_gpu(run)
-
+    check_all(run)
+    rows = time_all(run, options.rounds)
     print(f"\n{run.passed} passed, {len(run.failed)} failed: {', '.join(run.failed) or 'none'}")
     print(f"left out: {', '.join(run.left_out) or 'nothing'}")
+
+    # The documentation has the rows of one whole run.
+    whole = HAS_GPU and not options.sections and not run.failed and not run.out_of_time
+    out = options.out or (ROOT / "docs" / "speed-gpu.json" if whole else None)
+    if out is None:
+        print("nothing is written: that takes a GPU, all sections, and no failure, or --out FILE")
+    else:
+        save(out, about(), rows)
+        print(f"written: {out}")
     return bool(run.failed)
 
 

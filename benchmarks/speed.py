@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import re
@@ -25,7 +24,7 @@ from typing import Any
 
 import many
 import steps
-from timing import Row
+from timing import Row, save
 from tqdm import tqdm
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -65,12 +64,6 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "date": today,
     }
-
-
-def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
-    """Write results, one row a line."""
-    lines = ",\n".join(map(json.dumps, rows))
-    path.write_text(f'{{"about": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n', "utf-8")
 
 
 def line(row: Row) -> str:

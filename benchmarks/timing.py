@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,3 +48,9 @@ def row(seconds: dict[str, list[float]]) -> Row:
             name: np.quantile(found, [0.25, 0.5, 0.75]).tolist() for name, found in ratios.items()
         },
     }
+
+
+def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
+    """Write results, one row a line."""
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{{"about": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n', "utf-8")

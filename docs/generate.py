@@ -10,6 +10,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "benchmarks")]
 
+import choosing_table  # noqa: E402 - needs the path above
+import clip_shares  # noqa: E402 - needs the path above
 import figures  # noqa: E402 - needs the path above
 import house  # noqa: E402 - needs the path above
 import performance_tables  # noqa: E402 - needs the path above
@@ -18,15 +20,16 @@ import rule_tables  # noqa: E402 - needs the path above
 
 from kit import contract  # noqa: E402 - needs the path above
 
+DATA = ("compared-pages", "choosing", "speed-step", "speed-growth", "speed-gpu", "launches")
+"""The files with results that the pages show."""
+
 
 def everything() -> None:
     """Write all generated tables and figures."""
     pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
-    compared, *speed = (
-        json.loads((HERE / f"{name}.json").read_bytes())
-        for name in ("compared-pages", "speed-step", "speed-growth", "speed-gpu")
-    )
+    compared, choosing, *speed = (json.loads((HERE / f"{name}.json").read_bytes()) for name in DATA)
     texts = {"promises": contract.table(), "dtypes": contract.dtypes()} | rule_tables.parts()
+    texts |= clip_shares.parts() | choosing_table.parts(choosing)
     texts |= {f"compared-{name}": text for name, text in compared["parts"].items()}
     texts |= {f"speed-{name}": text for name, text in performance_tables.parts(*speed).items()}
     for folder in (pictures, tables):

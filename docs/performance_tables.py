@@ -17,7 +17,12 @@ DTYPES = ("float32", "bfloat16")
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
-def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> dict[str, str]:
+def parts(
+    step: dict[str, Any],
+    growth: dict[str, Any],
+    gpu: dict[str, Any],
+    launches: dict[str, list[int]],
+) -> dict[str, str]:
     """Return the tables by name."""
     rows = step["rows"]
     torch, others = (
@@ -36,9 +41,12 @@ def parts(step: dict[str, Any], growth: dict[str, Any], gpu: dict[str, Any]) -> 
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
         ),
         "gpu": table(
-            ["on a GPU", "compared with", "speedup", "GPU time", "host time", "launches"],
-            on_gpu(gpu["rows"]),
+            ["on a GPU", "compared with", "speedup", "GPU time in µs"], on_gpu(gpu["rows"])
         ),
+        "gpu-host": table(
+            ["on a GPU", "host time in µs", "launches", "memory in MB"], on_host(gpu["rows"])
+        ),
+        "launches": table(["kernels", "rules"], by_launches(launches)),
         "gpu-versions": gpu_versions(gpu["about"]),
         "versions": (
             f"Training steps were {versions(step['about'])} "
@@ -58,7 +66,7 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
 def on_both(rows: list[Row], trees: list[str], gpu: list[Row]) -> Iterator[list[str]]:
     """Yield the speedups on a CPU and on a GPU, where `attach` was not timed alone."""
     times = {
-        (row["dtype"], row["clipped"]): speedup_on_gpu(row)
+        (row["dtype"], row["clipped"]): number(ratio_on_gpu(row))
         for row in gpu
         if row["what"] == "global norm, GPT-2"
     }
@@ -105,30 +113,68 @@ def grown(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def on_gpu(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the speedup on the GPU, and times of the GPU and of the host, not clipped / clipped."""
+    """Yield the speedups and the times of the GPU, not clipped / clipped."""
+    for title, some in by_title(rows):
+        speedups = " / ".join(speedup_on_gpu(row) for row in some)
+        times = before_and_after(some, ("gpu_us", "step_us"), "{:,.0f}")
+        yield [title, some[0]["peer"], speedups, times]
+
+
+def on_host(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the times of the host, the launched kernels, and the memory above the gradients."""
+    for title, some in by_title(rows):
+        formats = {"host_us": "{:,.0f}", "launches": "{:,}", "peak_mb": "{:.1f}"}
+        cells = [before_and_after(some, (key,), form) for key, form in formats.items()]
+        if set(cells) != {"-"}:
+            yield [title, *cells]
+
+
+def by_title(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows of an operation, not clipped and clipped, with their title."""
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["what"], row["dtype"]), []).append(row)
-    for (what, dtype), both in cases.items():
-        ours = [row["uniclip"] for row in both]
-        native = both[-1]["native"]
-        on_device, on_host = (
-            f"{duration(native[key])} → {' / '.join(duration(one[key]) for one in ours)}"
-            for key in ("gpu_us", "host_us")
-        )
-        yield [
-            f"{what}, {dtype}",
-            both[0]["peer"],
-            " / ".join(speedup_on_gpu(row) for row in both),
-            on_device,
-            on_host,
-            f"{native['launches']} → {ours[0]['launches']}",
-        ]
+    for (what, dtype), some in cases.items():
+        # A title says which steps a row is of, if these are not both.
+        only = {None: "", True: ", clipped", False: ", not clipped"}[some[0]["clipped"]]
+        yield f"{what}, {dtype}{only if len(some) == 1 else ''}", some
+
+
+def before_and_after(rows: list[Row], keys: tuple[str, ...], form: str) -> str:
+    """Return a measurement of the other function and those of uniclip, ``-`` if not measured."""
+    theirs, ours = (
+        [form.format(row[way][key]) for row in rows for key in keys if key in row[way]]
+        for way in ("native", "uniclip")
+    )
+    if not ours:
+        return "-"
+
+    # The other function does the same in both kinds of steps, and so does uniclip in some.
+    after = " / ".join(dict.fromkeys(ours))
+    return f"{theirs[-1]} → {after}" if theirs else after
+
+
+def by_launches(launches: dict[str, list[int]]) -> Iterator[list[str]]:
+    """Yield how many kernels a step starts, and the rules of which this is so."""
+    rules: dict[int, list[str]] = {}
+    for name, (triton, torch) in launches.items():
+        rules.setdefault(triton + torch, []).append(f"`{name}`")
+    for number_of_kernels, names in sorted(rules.items()):
+        yield [str(number_of_kernels), ", ".join(names)]
 
 
 def speedup_on_gpu(row: Row) -> str:
-    """Return how many times as fast uniclip is in the time of the GPU."""
-    return number(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
+    """Return how many times as fast uniclip is on the GPU, with quartiles if there are rounds."""
+    if "speedup" in row:
+        return spread(row["speedup"])
+    return bold_if_slower(number(ratio_on_gpu(row)), ratio_on_gpu(row))
+
+
+def ratio_on_gpu(row: Row) -> float:
+    """Return how many times as fast uniclip is on the GPU."""
+    if "speedup" in row:
+        return float(row["speedup"][1])
+    return float(row["native"]["gpu_us"] / row["uniclip"]["gpu_us"])
 
 
 def gpu_versions(about: dict[str, Any]) -> str:
@@ -154,8 +200,12 @@ def number(ratio: float) -> str:
 def spread(ratios: list[float]) -> str:
     """Return a median and its quartiles, bold if uniclip is slower."""
     low, middle, high = map(number, ratios)
-    text = f"{middle} ({low}-{high})"
-    return f"**{text}**" if float(middle) < 1 else text
+    return bold_if_slower(f"{middle} ({low}-{high})", float(middle))
+
+
+def bold_if_slower(text: str, ratio: float) -> str:
+    """Return a speedup in bold if uniclip is slower."""
+    return f"**{text}**" if ratio < 1 else text
 
 
 def duration(us: float) -> str:

@@ -180,20 +180,35 @@ def test_several_optimizers_as_one(rule: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(trainer.logged("clip/norm"), norms, rtol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*may leave out the state")
-def test_several_optimizers_are_resumed(tmp_path: Path) -> None:
-    """The combination of the documentation resumes, with what the rule has learned."""
-    combined = run_story("use-it-with-pytorch.md", "several")["Combined"]
-    rule = uc.zclip(warmup=2)
-    hand, _ = by_hand(rule, BATCHES[:6])
-    options = {"make": partial(joint, kind=combined), "max_grad_norm": 0.0, "max_steps": 6}
+class Saving(Combined):
+    """A combination that saves its optimizers, as in the documentation."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        """Return the states of the optimizers."""
+        return [one.state_dict() for one in self.optimizers]
+
+    def load_state_dict(self, states: Any) -> None:
+        """Load the states of the optimizers, and share their new groups."""
+        for one, state in zip(self.optimizers, states, strict=True):
+            one.load_state_dict(state)
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+
+
+@pytest.mark.parametrize("mixin", [False, True])
+def test_a_state_over_several_optimizers(mixin: bool, tmp_path: Path) -> None:
+    """Checkpoints have the rule's state also if it clips for several optimizers as one."""
+    rule, wanted = uc.autoclip(50, window=8), by_hand(uc.autoclip(50, window=8), BATCHES[:6])[0]
+    saved = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "max_grad_norm": 0.0}
     for of, resume in ((BATCHES[:6], None), (BATCHES[3:6], tmp_path / "checkpoint-3")):
-        callback = ClipGradients(rule)
-        trainer = train(
-            tmp_path, of, callback, resume=resume, save_strategy="steps", save_steps=3, **options
-        )
-        near(trainer.model.arrays(), hand.weights)
-        remembers(callback.state_dict(), hand.clipper)
+        loader, make = [tensors(batch) for batch in of], partial(joint, kind=Saving)
+        if mixin:
+            made: Any = Clipping(tmp_path, loader, make=make, rule=rule, **saved)
+        else:
+            callback = ClipGradients(rule)
+            made = Feeding(tmp_path, loader, callback, make=make, **saved)
+        made.train(resume_from_checkpoint=resume)
+        near(made.model.arrays(), wanted.weights)
+        remembers(made.clipping.numbers() if mixin else callback.state_dict(), wanted.clipper)
 
 
 @pytest.mark.parametrize("check", contract(Trained, KINDS))

@@ -15,8 +15,9 @@ with needs("Lightning", "lightning"):
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from uniclip.integrations.torch import Attached, attach
+from uniclip.integrations.torch import Attached
 from uniclip.integrations.torch.checks import names_in
+from uniclip.integrations.torch.optimizer import attach_unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,9 @@ class ClipGradients(Callback):
         for number, rule in rules.items():
             optimizer = trainer.optimizers[number]
             names = names_in(pl_module, optimizer)
-            handle = attach(optimizer, rule, self.all_reduce, self.shared, self.record, names=names)
+            handle = attach_unsaved(
+                optimizer, rule, self.all_reduce, self.shared, self.record, names=names
+            )
             self.handles.append(handle)
         self._numbers = list(rules)
         self._logged = {}

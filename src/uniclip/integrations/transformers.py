@@ -20,7 +20,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from uniclip.integrations.torch.checks import names_in
-from uniclip.integrations.torch.optimizer import Attached, attach
+from uniclip.integrations.torch.optimizer import Attached, attach_unsaved
 from uniclip.integrations.torch.stepped import find_stepped
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ClipGradients(TrainerCallback):
         engine = getattr(optimizer, "accelerator_state", None) or AcceleratorState()
         _check_engine(engine.distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
-        self.handle = attach(
+        self.handle = attach_unsaved(
             optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names
         )
         # The statistics for the logs start with this call.
@@ -251,9 +251,9 @@ class ClipGradients(TrainerCallback):
 class ClippedTrainer:
     """A mixin for trainers that clip by a rule; their loggers get its scalars in any order.
 
-    The state of a stateful rule is in ``optimizer.pt`` of each checkpoint. During training
-    ``max_grad_norm`` is 0, and the Trainer does not measure a norm: ``grad_norm`` in the logs is
-    the norm that the rule measures.
+    The state of a stateful rule is in ``trainer_state.json`` of each checkpoint, as with
+    `ClipGradients`. During training ``max_grad_norm`` is 0, and the Trainer does not measure a
+    norm: ``grad_norm`` in the logs is the norm that the rule measures.
 
     Parameters
     ----------
@@ -301,6 +301,7 @@ class ClippedTrainer:
         self._shared = shared
         self.clipping: Attached | None = None
         super().__init__(*args, **kwargs)
+        self.add_callback(_SavesState(self))  # type: ignore[attr-defined]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
@@ -316,7 +317,9 @@ class ClippedTrainer:
         # Under FSDP the Trainer passes the wrapped model.
         model = next(iter(args), kwargs.get("model")) or self.model
         names = names_in(model, optimizer)
-        self.clipping = attach(optimizer, self._rule, self._all_reduce, self._shared, names=names)
+        self.clipping = attach_unsaved(
+            optimizer, self._rule, self._all_reduce, self._shared, names=names
+        )
         # The statistics for the logs start with this call.
         self.clipping.logs()
         return optimizer
@@ -362,6 +365,26 @@ class ClippedTrainer:
         if "grad_norm" in logs and NORM in scalars:
             logs = logs | {"grad_norm": scalars[NORM]}
         super().log({**logs, **scalars}, *args, **kwargs)  # type: ignore[misc]
+
+
+class _SavesState(TrainerCallback):
+    """Restores the state of the rule from a checkpoint, and has checkpoints contain it."""
+
+    def __init__(self, trainer: ClippedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the state, now that the optimizer has loaded its own."""
+        handle = self._trainer.clipping
+        if handle is None or not handle.rule.stateful:
+            return
+
+        saved = state.stateful_callbacks.get(_KEY)
+        if saved:
+            handle.load_state_dict(saved)
+        state.stateful_callbacks[_KEY] = _Snapshot(handle)
 
 
 class _Snapshot:

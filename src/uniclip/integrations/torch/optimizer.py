@@ -216,6 +216,21 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
+    handle = attach_unsaved(optimizer, rule, all_reduce, shared, record, names=names)
+    handle.warn_if_unsaved()
+    return handle
+
+
+def attach_unsaved(  # noqa: PLR0913 - the same as of attach
+    optimizer: Optimizer,
+    rule: AnyRule,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
+    record: Recorder | None = None,
+    *,
+    names: Names | None = None,
+) -> Attached:
+    """Do the same as `attach`, for an integration that saves the state of the rule itself."""
     stepped = stepped_by(optimizer, rule)
     rule = rule_for_steps(rule)
     check_shared(all_reduce, shared)
@@ -238,15 +253,6 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
         raise_if_unnamed(rule, groups, names_by_param)
     check_record(record, all_reduce)
 
-    # Only PyTorch's own state_dict runs the hooks that add the state of the rule.
-    single = not stepped.inner and has_hooks(stepped.outer)
-    if rule.stateful and not single and not stepped.saves_state():
-        msg = (
-            f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
-            f"out the state of {summarize(rule)}; save handle.state_dict(), too, and load it by "
-            "handle.load_state_dict(saved)"
-        )
-        warn(msg)
     return Attached(stepped, Clipper(rule, record), all_reduce, shared, names_by_param)
 
 
@@ -499,6 +505,20 @@ class Attached:
         # Groups that were added since the last step have rows in the file, too.
         self._update_params()
         return self._clipper.state_dict(lambda array: torch.as_tensor(array).detach().clone())
+
+    def warn_if_unsaved(self) -> None:
+        """Warn if the ``state_dict`` of the optimizer may leave out the state of the rule."""
+        # Only PyTorch's own state_dict runs the hooks that add the state of the rule.
+        single = not self._stepped.inner and has_hooks(self.optimizer)
+        if not self.rule.stateful or single or self._stepped.saves_state():
+            return
+
+        msg = (
+            f"{type(self.optimizer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
+            f"out the state of {summarize(self.rule)}; save handle.state_dict(), too, and load it "
+            "by handle.load_state_dict(saved)"
+        )
+        warn(msg)
 
     def numbers(self) -> dict[str, Any]:
         """Return the same as `state_dict` as plain numbers and lists, for JSON."""
