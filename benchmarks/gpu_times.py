@@ -128,7 +128,7 @@ class Way:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-class Ours:
+class ByRule:
     """Clipping by a rule, whose state is the same before each call."""
 
     def __init__(self, rule: Any, model: Model, scale: float = 1.0) -> None:
@@ -274,41 +274,41 @@ CUPY_ARRAYS = 40
 CUPY_SIZE = 2_400_000
 
 
-Made = tuple[About, Callable[[About], Case]]
+Recipe = tuple[About, Callable[[About], Case]]
 """What a row says of itself, and the function that makes its case from that."""
 
 
-def all_cases() -> Iterator[Made]:
+def all_cases() -> Iterator[Recipe]:
     """Yield the cases of PyTorch before they are made, so that one at a time is in memory."""
     first = next(iter(trees()))
-    yield from each(drop_in_case, "global norm", [*trees()], "torch.nn.utils")
-    yield from each(new_case, "global norm to new tensors", [first], "foreach functions")
+    yield from cases_of(drop_in_case, "global norm", [*trees()], "torch.nn.utils")
+    yield from cases_of(new_case, "global norm to new tensors", [first], "foreach functions")
     step = "whole step of fused AdamW"
-    yield from each(step_case, step, [first], "torch.nn.utils", dtypes=["float32"])
+    yield from cases_of(step_case, step, [first], "torch.nn.utils", dtypes=["float32"])
     peers = {
         "by_norm": "foreach functions",
         "by_value": "torch.nn.utils",
         "agc": timm_agc()[0],
     }
     for name in STATELESS:
-        yield from each(stateless_case, name, [first], peers.get(name, GLOBAL))
+        yield from cases_of(stateless_case, name, [first], peers.get(name, GLOBAL))
     for name in STATEFUL:
-        yield from each(stateful_case, name, [first], GLOBAL)
+        yield from cases_of(stateful_case, name, [first], GLOBAL)
 
 
-def each(
+def cases_of(
     make: Callable[[About], Case],
     what: str,
     trees: Sequence[str],
     peer: str,
     dtypes: Sequence[str] = tuple(TOLERANCES),
-) -> Iterator[Made]:
+) -> Iterator[Recipe]:
     """Yield the cases of an operation: not clipped and clipped, in each dtype, on each tree."""
     for tree, dtype, clipped in product(trees, dtypes, (False, True)):
         yield About(what, tree, dtype, clipped, peer), make
 
 
-def case_of(about: About, model: Model, native: Way, ours: Way, expected: Arrays) -> Case:
+def grad_case(about: About, model: Model, native: Way, ours: Way, expected: Arrays) -> Case:
     """Return a case that starts from the gradients of a model."""
     kept = [grad.clone() for grad in model.grads]
     restore = partial(torch._foreach_copy_, model.grads, kept)
@@ -320,7 +320,7 @@ def in_float64(rule: Any, model: Model, scale: float = 1.0) -> Arrays:
     used = model.params if "params" in needs(rule) else []
     params = [torch.nn.Parameter(param.detach().double()) for param in used]
     doubles = Model(params, [grad.double() for grad in model.grads])
-    return Ours(rule, doubles, scale).to_new().call()
+    return ByRule(rule, doubles, scale).to_new().call()
 
 
 def drop_in_case(about: About) -> Case:
@@ -328,7 +328,7 @@ def drop_in_case(about: About) -> Case:
     model = model_of(about.tree, about.dtype)
     native = on_params(torch.nn.utils.clip_grad_norm_, model, about.limit)
     ours = on_params(clip_grad_norm_, model, about.limit)
-    return case_of(about, model, native, ours, in_float64(uc.by_global_norm(about.limit), model))
+    return grad_case(about, model, native, ours, in_float64(uc.by_global_norm(about.limit), model))
 
 
 def new_case(about: About) -> Case:
@@ -336,7 +336,7 @@ def new_case(about: About) -> Case:
     model = model_of(about.tree, about.dtype)
     rule = uc.by_global_norm(about.limit)
     native = foreach_global(model, about.limit)
-    return case_of(about, model, native, Ours(rule, model).to_new(), in_float64(rule, model))
+    return grad_case(about, model, native, ByRule(rule, model).to_new(), in_float64(rule, model))
 
 
 def stateless_case(about: About) -> Case:
@@ -349,7 +349,7 @@ def stateless_case(about: About) -> Case:
         functions = {"by_value": torch.nn.utils.clip_grad_value_, "agc": timm_agc()[1]}
         function = functions.get(about.what, torch.nn.utils.clip_grad_norm_)
         native = on_params(function, model, about.limit)
-    return case_of(about, model, native, Ours(rule, model).in_place(), in_float64(rule, model))
+    return grad_case(about, model, native, ByRule(rule, model).in_place(), in_float64(rule, model))
 
 
 def stateful_case(about: About) -> Case:
@@ -358,8 +358,8 @@ def stateful_case(about: About) -> Case:
     model = model_of(about.tree, about.dtype, scale)
     rule = STATEFUL[about.what]
     native = on_params(torch.nn.utils.clip_grad_norm_, model, about.limit)
-    ours = Ours(rule, model, scale).in_place()
-    return case_of(about, model, native, ours, in_float64(rule, model, scale))
+    ours = ByRule(rule, model, scale).in_place()
+    return grad_case(about, model, native, ours, in_float64(rule, model, scale))
 
 
 def step_case(about: About) -> Case:
@@ -566,11 +566,11 @@ def time_torch(run: Run, rounds: int) -> list[Row]:
 def time_cupy(run: Run, rounds: int) -> list[Row]:
     """Return the rows of CuPy."""
     tree = f"{CUPY_ARRAYS} of {CUPY_SIZE / 1e6:g} M"
-    cases = each(cupy_case, "global norm, CuPy", [tree], CUPY, dtypes=["float32"])
+    cases = cases_of(cupy_case, "global norm, CuPy", [tree], CUPY, dtypes=["float32"])
     return time_cases(run, cases, rounds)
 
 
-def time_cases(run: Run, cases: Iterator[Made], rounds: int) -> list[Row]:
+def time_cases(run: Run, cases: Iterator[Recipe], rounds: int) -> list[Row]:
     """Return the rows of cases, printed as they are measured, without those that fail."""
     rows: list[Row] = []
     for about, make in cases:
