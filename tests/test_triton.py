@@ -489,7 +489,7 @@ assert "triton" not in sys.modules
 assert abs(float(leaf.norm()) - 1) < 1e-6
 """
     )
-    assert out.count("cannot load Triton after TensorFlow") == 1
+    assert out.count("does not load Triton beside TensorFlow") == 1
 
 
 def test_where_they_are_used() -> None:

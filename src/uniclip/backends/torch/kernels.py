@@ -90,11 +90,12 @@ def _load(device: torch.device, *, allow_untested: bool) -> _Decision:
     if device in _failures or not _is_supported(device, allow_untested=allow_untested):
         return None
 
-    # Triton and TensorFlow bring an LLVM each. The second to be loaded ends the process.
+    # Triton and TensorFlow bring an LLVM each. Loading the second one can end the process.
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         _LOG.warning(
-            "uniclip cannot load Triton after TensorFlow, and PyTorch's own functions take longer "
-            "to clip gradients on %s; import Triton before TensorFlow if you need both",
+            "uniclip does not load Triton beside TensorFlow, which can end the process, and "
+            "PyTorch's own functions take longer to clip gradients on %s; import TensorFlow in "
+            "another process",
             device,
         )
         return None
