@@ -120,6 +120,10 @@ class Clipper:
         check("record", record, record is None or hasattr(record, "norms_of"), wanted)
         self.rule = as_rule(rule)
         self.record = record
+        # The header of the file names the rule.
+        if record is not None and record.rule is None:
+            record.describe(self.rule)
+
         self._last = _Last()
         self._window: _Window | None = None
         self._skipped: int | None = 0

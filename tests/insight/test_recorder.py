@@ -53,6 +53,15 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in lines(path) if "step" in row]
 
 
+@pytest.mark.parametrize("given", [None, uc.by_norm(2.0)])
+def test_a_clipper_names_its_rule(given: Any, tmp_path: Path) -> None:
+    """The header has the rule of the clipper, unless the recorder was given one."""
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, rule=given) as record:
+        uc.Clipper(RULE, record)([np.ones(2)])
+    assert insight.read(path).rule == repr(given or RULE)
+
+
 def test_header_and_lines(tmp_path: Path) -> None:
     """The header names the rule; lines are short, and have no keys without a value."""
     path = tmp_path / "run.jsonl"
