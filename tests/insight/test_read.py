@@ -140,3 +140,28 @@ def test_refused(path: Path, content: bytes, what: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"run\.jsonl {what}"):
         read(path)
+
+
+def test_between(path: Path) -> None:
+    """A part of a run has all columns of its steps, in plain numbers."""
+    rows = [
+        {"step": step, "norm": 1.0 * step, "loss": 2.0 * step, "lr": 0.1 * step, **leaves}
+        for step in (1, 2, 3, 4)
+        for leaves in [{"leaves": {"w": 5.0 * step}} if step != 2 else {}]
+    ]
+    record = read(file(path, {"uniclip": 1, "rule": "a rule"}, *rows))
+    part = record.between(2, 3)
+    assert same(part.steps, [2, 3], np.int64)
+    assert same(part.norms, [2.0, 3.0])
+    assert same(part.losses, [4.0, 6.0])
+    assert same(part.finite, [True, True], bool)
+    np.testing.assert_allclose(part.extra["lr"], [0.2, 0.3])
+    assert same(part.leaf_steps, [3], np.int64)
+    assert same(part.leaves[:, 0], [15.0])
+    assert (part.rule, part.labels) == ("a rule", ["w"])
+
+    # All arrays with a value for each step are cut.
+    lengths = {len(value) for value in part if isinstance(value, np.ndarray)}
+    assert lengths == {2, 1}
+    with pytest.raises(ValueError, match=r"no step from 5 to 9 .* are 1 to 4"):
+        record.between(5, 9)

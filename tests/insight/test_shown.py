@@ -484,6 +484,19 @@ def test_what_is_written(name: str, file: Path, tmp_path: Path, command: Any) ->
     assert path.read_bytes().startswith(beginnings[path.suffix])
 
 
+def test_steps_around_one(
+    file: Path, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command shows some steps only, if there are any."""
+    part = read(file).between(2, 5)
+    assert command(file, "--steps", "2:5", "-o", tmp_path / "part.svg") == 0
+    assert capsys.readouterr().out == summary(part) + "\n"
+    assert command(file, "--steps", "1000000:1000001") == 2
+    assert "no step from 1000000 to 1000001" in capsys.readouterr().err
+    assert command(file, "--steps", "5") == 2
+    assert "such as 800:830, got '5'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "content", [None, "", "no record\n", '{"uniclip": 1}\n{"step": 1, "no\n{"step": 2}\n']
 )

@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0, or 2 if a file or library is missing, a file is damaged, or a file
-        cannot be written.
+        The exit status: 0, or 2 if a file, a library, or all requested steps are missing, a file is
+        damaged, or a file cannot be written.
     """
     options = _parse(arguments)
     # The terminal may lack a character of a name.
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         record = read(options.run)
+        if options.steps is not None:
+            record = record.between(*options.steps)
         if options.o is not None:
             _write(record, options.o)
     except (OSError, ValueError, ModuleNotFoundError) as error:
@@ -65,12 +67,28 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "run", type=Path, help="a recorded run: a file written by uniclip.insight.Recorder"
     )
     parser.add_argument(
+        "--steps",
+        metavar="FIRST:LAST",
+        type=_two_steps,
+        help="only the steps with these numbers, such as 800:830",
+    )
+    parser.add_argument(
         "-o",
         metavar="FILE",
         type=_output_path,
         help="also write a page (.html) or a figure (.svg, .png, .pdf) to this file",
     )
     return parser.parse_args(arguments)
+
+
+def _two_steps(text: str) -> tuple[int, int]:
+    """Return the first and the last step of a part of the run."""
+    try:
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        msg = f"expected the first and the last step, such as 800:830, got {text!r}"
+        raise argparse.ArgumentTypeError(msg) from None
+    return first, last
 
 
 def _output_path(text: str) -> Path:

@@ -77,6 +77,13 @@ _STEP = re.compile(rb'{"step": (\d+)')
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
+_COLUMNS = (
+    *("steps", "norms", "limits", "thresholds", "factors", "shares"),
+    *("finite", "skipped", "losses"),
+)
+"""The attributes of a record with a value for each step."""
+
+
 class Record(NamedTuple):
     """A recorded run of n steps, returned by `read`.
 
@@ -129,6 +136,44 @@ class Record(NamedTuple):
     labels: list[str]
     rule: str
     extra: dict[str, Floats]
+
+    def between(self, first: int, last: int) -> Record:
+        """Return a part of the run, to plot or summarize the steps around one.
+
+        Parameters
+        ----------
+        first, last : int
+            The numbers of its first and last step.
+
+        Returns
+        -------
+        Record
+
+        Raises
+        ------
+        ValueError
+            If none of these steps was recorded.
+
+        Examples
+        --------
+        >>> from uniclip import insight
+        >>> insight.read("run.jsonl").between(290, 310)
+        <Record: 21 steps, uc.by_global_norm(1.0)>
+        """
+        chosen = (first <= self.steps) & (self.steps <= last)
+        if not chosen.any():
+            run = f"{self.steps[0]} to {self.steps[-1]}" if self.steps.size else "none"
+            msg = f"no step from {first} to {last} was recorded; the recorded steps are {run}"
+            raise ValueError(msg)
+
+        of_leaves = (first <= self.leaf_steps) & (self.leaf_steps <= last)
+        columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
+        return self._replace(
+            **columns,
+            leaves=self.leaves[of_leaves],
+            leaf_steps=self.leaf_steps[of_leaves],
+            extra={name: values[chosen] for name, values in self.extra.items()},
+        )
 
     def __repr__(self) -> str:
         """Return the number of steps and the rule."""
