@@ -166,6 +166,20 @@ def test_names_of_spikes_cross_no_other() -> None:
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
+def test_nothing_is_cut() -> None:
+    """The whole line of the loss is in the picture, also above three strips."""
+    steps = np.arange(40)
+    record = recorded.run(
+        40, losses=40.0 - steps, finite=steps != 10, skipped=steps == 10, shares=(steps > 20) * 1.0
+    )
+    ax = plot(record)
+    ax.figure.savefig(io.BytesIO(), format="svg")
+    [panel] = [child for child in ax.child_axes if child.get_ylabel() == "loss"]
+    [line] = panel.lines
+    heights = line.get_transform().transform(line.get_xydata())[:, 1]
+    assert heights.max() <= ax.figure.bbox.y1
+
+
 def test_in_given_axes() -> None:
     """With ``ax``, neither pyplot nor the settings of matplotlib change."""
     ax, before = Figure().subplots(), dict(mpl.rcParams)

@@ -12,7 +12,7 @@ from string import Template
 
 from uniclip._errors import needs
 from uniclip._version import version
-from uniclip.insight.plot import plot
+from uniclip.insight.plot import new_figure
 from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import Spike, largest
 from uniclip.insight.summary import name_rule, printable, summary
@@ -82,14 +82,12 @@ def _figure(record: Record) -> str:
     """Return the figure as an element of a page, in the text color of the page."""
     with needs("matplotlib", INSTALL):
         import matplotlib.style  # noqa: PLC0415 - takes longer to import than uniclip
-        from matplotlib.figure import Figure  # noqa: PLC0415
 
     file = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True), warnings.catch_warnings():
         # A browser has fonts for letters that matplotlib lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure = Figure(figsize=_FIGURE_SIZE, layout="constrained")
-        plot(record, figure.subplots())
+        figure = new_figure(record, _FIGURE_SIZE)
         # The date would make the bytes of each page differ.
         no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", dpi=200, metadata=no_metadata)

@@ -19,6 +19,7 @@ from uniclip.insight.summary import printable, skip_thresholds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 BLUE, VERMILION, GREEN, PURPLE, GRAY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
 """Colors of Okabe and Ito, with another gray.
@@ -90,9 +91,20 @@ def plot(record: Record, ax: Axes | None = None) -> Axes:
     spikes = [spike for spike in largest(record) if math.isfinite(spike.ratio)]
     is_axes = ax is None or hasattr(ax, "inset_axes")
     check("ax", ax, is_axes, "one Axes of matplotlib, or None")
-    if ax is None:
-        ax = _new_axes()
+    if ax is not None:
+        return _draw(ax, record, spikes)
 
+    with needs("matplotlib", INSTALL):
+        import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
+
+    figure = plt.figure(figsize=_FIGURE_SIZE, layout="constrained")
+    ax = _draw(figure.subplots(), record, spikes)
+    _make_room(figure)
+    return ax
+
+
+def _draw(ax: Axes, record: Record, spikes: list[Spike]) -> Axes:
+    """Draw a recorded run on axes, and return them."""
     ax.set(xlabel="step", ylabel="norm before clipping", yscale="log")
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.yaxis.set_major_formatter(partial(_format_tick, ax.yaxis))
@@ -109,12 +121,9 @@ def plot(record: Record, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _new_axes() -> Axes:
-    """Return the axes of a new figure."""
-    with needs("matplotlib", INSTALL):
-        import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
-
-    return plt.figure(figsize=_FIGURE_SIZE, layout="constrained").subplots()
+def _make_room(figure: Figure) -> None:
+    """Lay out a figure once, since the first layout leaves too little room above the axes."""
+    figure.draw_without_rendering()
 
 
 def _format_tick(axis: Axis, value: float, _position: int | None) -> str:
@@ -131,13 +140,22 @@ def _format_tick(axis: Axis, value: float, _position: int | None) -> str:
 
 
 def save_plot(record: Record, path: Path) -> None:
-    """Write the figure of a recorded run to a file, without pyplot, which may need a display."""
+    """Write the figure of a recorded run to a file."""
+    new_figure(record).savefig(path)
+
+
+def new_figure(record: Record, size: tuple[float, float] = _FIGURE_SIZE) -> Figure:
+    """Return the figure of a recorded run, without pyplot, which may need a display.
+
+    The size is in inches.
+    """
     with needs("matplotlib", INSTALL):
         from matplotlib.figure import Figure  # noqa: PLC0415 - takes longer to import than uniclip
 
-    figure = Figure(figsize=_FIGURE_SIZE, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     plot(record, figure.subplots())
-    figure.savefig(path)
+    _make_room(figure)
+    return figure
 
 
 def _draw_norms(ax: Axes, record: Record) -> None:
@@ -323,7 +341,7 @@ def _draw_losses(ax: Axes, record: Record, bottom: float) -> None:
     _draw_line(panel, record.steps, record.losses, _Line("loss", GRAY, width=0.8))
 
     panel.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
-    # A constrained layout may cut what is above the axes.
+    # A constrained layout may still cut a little of what is above the axes.
     panel.margins(y=0.2)
     panel.set_ylabel("loss", fontsize="small", rotation=0, ha="right", va="center")
     panel.spines[:].set_visible(False)
