@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Cross-process reductions: which processes hold which shards, and how sums are all-reduced.
 
-A step reduces once, between the sums of leaves and their roots: one vector for each group of
-processes that hold shards of distributed leaves, and one for ``all_reduce``. Each reduction costs a
+A usual step reduces once, between the sums of leaves and their roots: one vector for each group of
+processes that hold shards of distributed leaves, and one for ``all_reduce``. (Sums in units of the
+largest modulus take two more, and a maximum cannot carry the payload.) Each reduction costs a
 latency, so the vector also has what else processes exchange, the `Payload`. Sums are reduced in
 float64 where the library has it, so that nothing overflows. Of a leaf with n replicas, each process
 contributes 1/n. Facts that never change are agreed on at the first step, by `Reduction.agree`. A
@@ -281,17 +282,17 @@ class Collectives:
         reduced over all processes.
         """
         if self._groups:
-            rows, payload = self._over_shards(trees, terms, payload)
+            blocks, payload = self._over_shards(trees, terms, payload)
         else:
-            rows = []
+            blocks = []
             for tree, of_tree in zip(trees, terms, strict=True):
-                rows += self._plan.math.sums(tree, of_tree)
+                blocks += self._plan.math.sums(tree, of_tree)
 
         if self.reduction is None:
-            return rows, payload
+            return blocks, payload
         op = op_of(terms[0].p) if terms else "sum"
-        arrays = reduce_payload(self._plan.math, [*rows, *payload.arrays], op, self.reduction)
-        return arrays[: len(rows)], payload.fill(arrays[len(rows) :])
+        arrays = reduce_payload(self._plan.math, [*blocks, *payload.arrays], op, self.reduction)
+        return arrays[: len(blocks)], payload.fill(arrays[len(blocks) :])
 
     def weigher(self, tree: OpenedTree, p: float) -> Callable[[list[Any]], list[Any]] | None:
         """Return a function of the sums of a tree's leaves by which replicas count once.
@@ -304,6 +305,7 @@ class Collectives:
 
     def _weigh(self, tree: OpenedTree, p: float, sums: list[Any]) -> list[Any]:
         """Return the sums of leaves, divided by the number of their replicas."""
+        # `Shard.weigh` changes only the derivative of a sum; its value is divided below.
         shards = tree.shards
         weighed = []
         for number, total in zip(self._plan.order, sums, strict=True):
@@ -330,18 +332,21 @@ class Collectives:
         sums = list(map(self._sums_of_leaves, trees, terms))
         sources: list[OpenedTree | None] = list(trees)
         if payload.present is not None:
-            # Gradients are counted as a further tree, whose leaves have the sum 1.
+            # Gradients are counted as a further tree, `None`, whose leaves have the sum 1.
             sums.append(dict.fromkeys(plan.places, np.ones(())))
             sources.append(None)
 
         # Each leaf is reduced over the processes that hold its shards, each group in one payload.
         # Which norms form a block may differ from process to process, the order of leaves does not.
         norms = sorted(enumerate(plan.members), key=lambda norm: norm[1][:1])
+        # What is added to each norm: those of the first tree, then those of the next.
         addends: list[list[Any]] = [[] for _ in range(len(norms) * len(sums))]
         extras = Payload(payload.losses, payload.nonfinite_arrays)
+        # `None` is for leaves that are whole in this process.
         for group in (None, *self._groups):
             partial_sums = {}
             for source, tree in enumerate(sources):
+                # The count is of the gradients, which are the first tree.
                 of_leaves = self._shard_groups[0 if tree is None else source]
                 for row, members in norms:
                     numbers = [number for number in members if of_leaves[number] == group]
@@ -460,9 +465,9 @@ class Exchange:
         # A payload is summed, so a maximum cannot carry it.
         if payload is None or not terms or op_of(terms[0].p) != "sum":
             return self._collectives.reduce_sums(self._trees, terms, Payload())[0]
-        rows, self._reduced = self._collectives.reduce_sums(self._trees, terms, payload)
+        blocks, self._reduced = self._collectives.reduce_sums(self._trees, terms, payload)
         self._unsent = None
-        return rows
+        return blocks
 
     def finish(self) -> Payload:
         """Return the reduced payload; reduce it by itself if no sum has carried it."""

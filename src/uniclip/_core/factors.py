@@ -54,8 +54,10 @@ def compute_factors(
 def zero_where_skipped(
     plan: Plan, measured: Measured, factors: Sequence[Factors], step_finite: Flags | None
 ) -> list[Any]:
-    """Return the factors with 0 for a step that is not finite, or for such norms if the policy is
-    not ``"skip"``, without ``step_finite``.
+    """Return the factors with 0 for what is not finite.
+
+    By the policy ``"skip"`` that is the whole step, if ``step_finite`` is false. By others it is
+    each norm that is not finite, and ``step_finite`` is ``None``.
     """
     math_ = plan.math
     finite_norms: Any = measured.finite_norms
@@ -100,7 +102,7 @@ def _factors_of_block(
         return _divide_where_above(xp, finite_norms, as_array)
 
     factors = _ask_curve(rule, plan, norms, as_array) + (norms - norms)
-    # `hard` propagates the NaN of a limit. The limits of uniclip are numbers if the norms are.
+    # `hard` propagates the NaN of a limit. The limits of uniclip are NaN only if norms are.
     checked = rule.limits_checked and rule.constant is None
     if is_number or rule.curve is hard or checked:
         return factors

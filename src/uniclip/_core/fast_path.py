@@ -83,10 +83,10 @@ def run_fast_path_on_storage(
         # need their storage written instead.
         only_measure = step._replace(in_place=False)
         measured = run_fast_path(rule, tree.backend, tree.arrays, math.inf, only_measure)
-        numbers = None if measured is None else fast_numbers(measured.norm, limit)
-        if numbers is None:
+        rounded = None if measured is None else fast_numbers(measured.norm, limit)
+        if rounded is None:
             return None
-        norm, limit, factor = numbers
+        norm, limit, factor = rounded
         if factor != 1:
             present = tree.leaf_info.present
             arrays = take(tree.arrays, present)
@@ -133,6 +133,8 @@ def _norm_of(backend: Backend, numbers: FastResult) -> Any:
 
 def _values_of(backend: Backend, numbers: FastResult) -> StepValues:
     """Return the values of a report as arrays, with a plan as the general path has one."""
+    # The leaves are gone, but a report needs only their library and the dtype of their norms, so
+    # the norm stands for them.
     norm = _norm_of(backend, numbers)
     leaf_info = LeafInfo(backend, [norm], ())
     if isinstance(numbers.norm, float):

@@ -238,7 +238,8 @@ def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
 def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = None) -> Any:
     """Return limits in the range of the norms' dtype.
 
-    With a rule they come from its limit, which may be checked, or keep them in that range, itself.
+    With ``rule`` the limits are those that its limit has returned: built-in ones need no check, and
+    some never leave the range. Without, they are a constant.
 
     Raises
     ------

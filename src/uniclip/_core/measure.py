@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 _NO_CONTEXT = nullcontext()
-_EXACT_POWER = 6
+_SAFE_POWER = 6
 """The largest power whose sums of float32 numbers neither overflow nor underflow in float64."""
-_FITS = (4.5e-277, 1.7976931348623157e308)
+_FITS_FLOAT64 = (4.5e-277, 1.7976931348623157e308)
 """The range in which a float64 sum of squares is accurate: smallest normal number / eps² to the
-largest number.
+largest number. `FITS` is that of float32.
 """
 
 
@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
 class Measured(NamedTuple):
     """The measurements of a step, over all processes.
 
-    Each is an array for each block, in the library of the norms.
+    Each list has an array for each block, in the library of the norms.
     """
 
     norms: list[Any]
@@ -64,11 +64,16 @@ class Measured(NamedTuple):
     present: list[Any] | None = None
     """For each norm, whether some process has a gradient of it.
 
-    ``None`` in a run of one process, where the plan has it.
+    ``None`` where the plan is enough: in a run of one process, for a stateless rule with one norm,
+    and if each process has norms of its own.
     """
     loss: Any = None
     finite_norms: list[Any] | None = None
-    """The norms, NaN where they are not finite."""
+    """The norms, NaN where they are not finite.
+
+    `measure` sets them in each step. With a constant limit, which uses no norm, they are the norms
+    unchanged, except in the mode ``LIBRARY``.
+    """
     elements_finite: Any = None
     """Whether all elements are finite, ``None`` if that was not checked."""
 
@@ -84,7 +89,8 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
     inputs : StepInputs
         The policy ``"zero"`` may have replaced elements in the gradients.
     original : OpenedTree
-        The gradients before such a replacement.
+        The gradients in which elements that are not finite are counted: those before such a
+        replacement. Any will do if the caller drops the count.
     """
     rule = inputs.rule
     math_ = plan.math
@@ -125,7 +131,6 @@ def _measure_norms(
     tree = inputs.trees[0]
     norms, finite_norms = norms_of(plan, trees, rule.norm, exchange)
 
-    # A mean, such as RMS, divides by a power of the number of elements.
     sizes = plan.sizes
     if plan.counts_elements:
         counts = None if exchange is None else exchange.finish().sizes
@@ -133,6 +138,8 @@ def _measure_norms(
             counts = count_elements(plan, tree)
         sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
 
+    # A mean, such as RMS, divides by a power of the number of elements. Then the library's
+    # `finite_norms` are those of other norms, and are made again below.
     if sizes is not None and rule.norm.size_power:
         finite_norms = None
         divisors = math_.constants(sizes.divisors)
@@ -142,6 +149,7 @@ def _measure_norms(
     if sizes is not None and "sizes" in rule.limit.needs:
         counts_of_norms = math_.constants(sizes.counts)
 
+    # If the norm is given, `trees` are without the gradients.
     given_norm = inputs.step.norm
     if given_norm is not None:
         finite_norms = None
@@ -330,10 +338,11 @@ def _norms_of_sums(
         totals = _add_terms(plan, trees, terms, exchange)
         return [plan.math.round_to_norms(total) for total in totals]
 
-    exact = plan.math.narrow and plan.math.double
+    # Sums of float32 numbers in float64 stay in range, whatever the numbers are.
+    safe = plan.math.narrow and plan.math.double
     for tree in trees:
-        exact = exact and tree.leaf_info.narrow and tree.leaf_info.double
-    if exact and p <= _EXACT_POWER:
+        safe = safe and tree.leaf_info.narrow and tree.leaf_info.double
+    if safe and p <= _SAFE_POWER:
         return _roots(plan, norm, _add_terms(plan, trees, terms, exchange))
     if p != 2 or plan.math.library.debug_infs():
         return _norms_in_units(plan, trees, norm, exchange)
@@ -376,7 +385,7 @@ def _norms_in_units(
 
 def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
     """Return whether no sum of squares may have overflowed or underflowed."""
-    least, most = _FITS if plan.math.double else FITS
+    least, most = _FITS_FLOAT64 if plan.math.double else FITS
     # On the host a sum of 0 is one of zeros, see `Backend.sums`. Elsewhere squares may have
     # underflowed, and no sum equals -1.
     zero: Any = 0.0 if plan.math.host else -1.0

@@ -195,13 +195,16 @@ class Plan:
     collectives: Collectives | None = None
     """The reductions over processes; ``None`` in a run of one process."""
     shapes: list[tuple[int, ...]] | None = None
-    """The shapes of the blocks, if their norms are one vector between sums and products."""
+    """The shapes of the blocks, if their norms are one vector between sums and products.
+
+    ``None`` if they stay an array for each block.
+    """
     spec: Any = None
     """The structure of the tree."""
     members: list[list[int]]
     """The leaves of each norm, absent ones too."""
     norm_blocks: list[Block]
-    """The blocks between sums and products: `blocks`, or one block for that vector."""
+    """The blocks between sums and products: `blocks`, or with `shapes` one block, the vector."""
     sizes: Sizes | None = None
     """The numbers of elements of the norms, if they are needed and known."""
     counts_elements = False
@@ -405,7 +408,7 @@ def _check_labels(
         rule.answers_checked.append(True)
 
 
-def _stack_norms(  # noqa: PLR0913 - made in one place
+def _stack_norms(  # noqa: PLR0913 - called in one place
     rule: Choices,
     tree: OpenedTree,
     members: Groups,
@@ -416,7 +419,7 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
 ) -> list[Block]:
     """Stack norms in as few blocks as possible: each operation is one call for each block."""
     # In compiled code the reverse is true: each row taken out of an array takes long to compile.
-    separate = math_.separate and not (rule.stateful or rule.scope.label is everything)
+    never_stack = math_.separate and not (rule.stateful or rule.scope.label is everything)
     # Norms with kept axes are stacked only if their shapes are known and none is absent.
     can_stack = not (everywhere or math_.compiled)
     present = {}
@@ -428,7 +431,7 @@ def _stack_norms(  # noqa: PLR0913 - made in one place
         if can_stack and len(group) == 1 and rule.scope.axes is not None:
             key = _stacking_key(tree, group[0], axes[group[0]])
         # A norm that cannot be stacked is a block of its own.
-        if separate or (key is None and rule.scope.axes is not None):
+        if never_stack or (key is None and rule.scope.axes is not None):
             key = number
 
         alike.setdefault(key, []).append(label)

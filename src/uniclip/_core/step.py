@@ -82,16 +82,16 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
             break
 
     if backend is not None:
-        numbers = run_fast_path(rule, backend, leaves, limit, step)
-        if numbers is not None:
-            return FastStepResult(backend, spec.unflatten, numbers, state)
+        fast = run_fast_path(rule, backend, leaves, limit, step)
+        if fast is not None:
+            return FastStepResult(backend, spec.unflatten, fast, state)
 
     # Sparse leaves and integers among dense ones may still take it, on the arrays inside of them.
     tree = open_leaves(flat, in_place=step.in_place)
     if tree.wrapped and not tree.shards:
-        numbers = run_fast_path_on_storage(rule, tree, limit, step)
-        if numbers is not None:
-            return FastStepResult(tree.backend, tree.spec.unflatten, numbers, state)
+        fast = run_fast_path_on_storage(rule, tree, limit, step)
+        if fast is not None:
+            return FastStepResult(tree.backend, tree.spec.unflatten, fast, state)
 
     return run_general_step(StepInputs(rule, [tree], step, state, limit), apply)
 
@@ -99,7 +99,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
 def run_general_step(inputs: StepInputs, apply: Apply | None = scale_leaves) -> StepResult:
     """Take a step of any kind: plan, measure, ask the limit and the curve, apply.
 
-    The parameters are opened here, beside the gradients.
+    The parameters are opened here, and put beside the gradients into the list ``inputs.trees``.
     """
     rule, trees, step, _, constant = inputs
     tree = trees[0]
@@ -154,16 +154,17 @@ def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues
     if rule.stateful:
         new_state = _choose_state(step_finite, new_state, inputs.state)
 
-    # By other policies no step is skipped because it is not finite.
-    if rule.nonfinite != "skip":
-        step_finite = None
+    # Only the policy "skip" skips a step because it is not finite.
+    kept = None
+    if rule.nonfinite == "skip":
+        kept = step_finite
     if rule.zeroes:
-        factors = zero_where_skipped(plan, measured, factors, step_finite)
+        factors = zero_where_skipped(plan, measured, factors, kept)
     skipped = None
     if rejects(rule.curve):
-        skipped = _is_rejected(plan, measured, factors, step_finite)
-    elif step_finite is not None:
-        skipped = plan.math.xp.logical_not(step_finite)
+        skipped = _is_rejected(plan, measured, factors, kept)
+    elif kept is not None:
+        skipped = plan.math.xp.logical_not(kept)
 
     # An accelerator computes all norms as one vector: split it into blocks again.
     norms = measured.norms
@@ -212,20 +213,20 @@ def find_mode(inputs: StepInputs) -> int:
         return backend.mode(leaf_info)
 
     # A single argument that the host cannot read makes the step compute with the library.
-    read = [constant, step.norm, *getattr(rule.limit, "constants", ())]
+    to_read = [constant, step.norm, *getattr(rule.limit, "constants", ())]
     # A user's limit may combine the state with the norms, so these must be in one library.
     if rule.stateful and not rule.limits_checked:
-        read += optree.tree_leaves(state)
+        to_read += optree.tree_leaves(state)
     if any([tree.leaf_info.traced for tree in trees]):
         return TRACED
-    mode = backend.mode(leaf_info, (read, step.loss, state if rule.stateful else None))
+    mode = backend.mode(leaf_info, (to_read, step.loss, state if rule.stateful else None))
     if mode != HOST:
         return mode
 
     # Arrays of a limit or a curve are of the user's library, and do not mix with NumPy's.
     if rule.holds_arrays or not all([tree.leaf_info.reads for tree in trees]):
         return LIBRARY
-    return HOST if all([_is_viewable(backend, value) for value in read]) else LIBRARY
+    return HOST if all([_is_viewable(backend, value) for value in to_read]) else LIBRARY
 
 
 def _is_viewable(backend: Backend, value: object) -> bool:
@@ -278,11 +279,13 @@ def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measu
         return zeroed, measure(plan, of_zeroed, tree)
 
     measured = measure(plan, inputs, tree)
-    # If processes hold shards, all of them measure again, or none: they have counted together.
+    # Processes that hold shards have counted together, so that all of them measure again, or none.
+    # Others have not counted, and look at their norms.
     if measured.elements_finite is None:
         measured = measured._replace(elements_finite=plan.math.finite(measured.norms, None))
     if bool(measured.elements_finite):
         return tree, measured
+    # The norms change. The rest, such as those of parameters, is kept from the first time.
     zeroed = _zero_nonfinite(plan, tree)
     of_zeroed = inputs._replace(trees=[zeroed], step=inputs.step._replace(loss=None))
     again = measure(plan, of_zeroed, zeroed)

@@ -89,7 +89,9 @@ class Shard(Protocol):
         """Return another leaf gathered from all processes."""
 
     def weigh(self, value: Any, *, inverse: bool = False) -> Any:
-        """Return a sum weighted so that replicas count once."""
+        """Return the same value, with its derivative multiplied by `replicas`, or divided by it if
+        ``inverse``.
+        """
 
     def sum_examples(self, like: Any, local: Any) -> Any:
         """Return a distributed leaf of summed examples."""
