@@ -260,12 +260,12 @@ class Collectives:
         """For each leaf of the gradients, and of the parameters, the processes over which its norms
         are reduced.
         """
-        self.divided = False
+        self.norms_sharded = False
         """Whether each process has norms of its own, because an axis that norms keep is sharded."""
         for by_leaf in shards:
             of_leaves = [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
             self._shard_groups.append([s and s.shard_groups(axes) for s, axes in of_leaves])
-            self.divided |= any([s is not None and s.divided(axes) for s, axes in of_leaves])
+            self.norms_sharded |= any([s is not None and s.divided(axes) for s, axes in of_leaves])
 
         self.mesh_groups = _cover_meshes(shards, compiled=plan.math.compiled)
         """As few groups of processes as cover all that hold shards.
@@ -305,7 +305,7 @@ class Collectives:
 
     def _weigh(self, tree: OpenedTree, p: float, sums: list[Any]) -> list[Any]:
         """Return the sums of leaves, divided by the number of their replicas."""
-        # `Shard.weigh` changes only the derivative of a sum; its value is divided below.
+        # `Shard.weigh_derivative` changes only the derivative of a sum; its value is divided below.
         shards = tree.shards
         weighed = []
         for number, total in zip(self._plan.order, sums, strict=True):
@@ -313,7 +313,7 @@ class Collectives:
             value = total
             shard = shards.get(number)
             if shard is not None:
-                value = shard.weigh(total)
+                value = shard.weigh_derivative(total)
                 replicas *= shard.replicas
 
             # Replicas do not change a maximum.
@@ -413,7 +413,7 @@ class Collectives:
 
         They differ only if each process has norms of its own.
         """
-        if not self.divided:
+        if not self.norms_sharded:
             return flags
         math_ = self._plan.math
         xp = self._plan.math.xp
@@ -469,7 +469,7 @@ class Exchange:
         self._unsent = None
         return blocks
 
-    def finish(self) -> Payload:
+    def reduced_payload(self) -> Payload:
         """Return the reduced payload; reduce it by itself if no sum has carried it."""
         if self._unsent is not None:
             _, self._reduced = self._collectives.reduce_sums([], [], self._unsent)

@@ -96,9 +96,9 @@ def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> lis
     """Return the context of each block, for a call of the limit."""
     backend = plan.math.backend
     blocks = plan.norm_blocks
-    divided = plan.collectives is not None and plan.collectives.divided
+    norms_sharded = plan.collectives is not None and plan.collectives.norms_sharded
     return [
-        Context(backend, blocks, measured, number, needs, divided=divided)
+        Context(backend, blocks, measured, number, needs, norms_sharded=norms_sharded)
         for number in range(len(blocks))
     ]
 

@@ -111,7 +111,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
         if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
             return measured
 
-        reduced = Payload() if exchange is None else exchange.finish()
+        reduced = Payload() if exchange is None else exchange.reduced_payload()
         present = None
         if reduced.present is not None:
             present = math_.as_norms([count > 0 for count in reduced.present])
@@ -133,7 +133,7 @@ def _measure_norms(
 
     sizes = plan.sizes
     if plan.counts_elements:
-        counts = None if exchange is None else exchange.finish().sizes
+        counts = None if exchange is None else exchange.reduced_payload().sizes
         if counts is None:
             counts = count_elements(plan, tree)
         sizes = sizes_of_counts(plan, plan.join_blocks(counts), rule.norm.size_power)
@@ -188,7 +188,7 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
     if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
         nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
-    if (rule.stateful or not plan.one_norm) and not collectives.divided:
+    if (rule.stateful or not plan.one_norm) and not collectives.norms_sharded:
         present = plan.count_gradients()
     sizes = count_elements(plan, inputs.trees[0]) if plan.counts_elements else None
     return Payload(losses, nonfinite_arrays, present, sizes)

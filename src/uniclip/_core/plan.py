@@ -529,7 +529,7 @@ def _add_collectives(
     shards = [one.shards for one in trees]
     if reduction is not None or any(shards):
         plan.collectives = Collectives(plan, tree, reduction, shards)
-        if plan.collectives.divided and rule.stateful:
+        if plan.collectives.norms_sharded and rule.stateful:
             msg = (
                 f"{summarize(rule)} keeps a state for norms along axes, and some of these axes are "
                 "sharded, so the state would differ from process to process; use a scope of whole "

@@ -162,7 +162,7 @@ def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues
         factors = zero_where_skipped(plan, measured, factors, kept)
     skipped = None
     if rejects(rule.curve):
-        skipped = _is_rejected(plan, measured, factors, kept)
+        skipped = _is_skipped(plan, measured, factors, kept)
     elif kept is not None:
         skipped = plan.math.xp.logical_not(kept)
 
@@ -367,7 +367,7 @@ def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> An
     return optree.tree_map(choose, new, old)
 
 
-def _is_rejected(
+def _is_skipped(
     plan: Plan, measured: Measured, factors: Sequence[Factors], step_finite: Flags | None
 ) -> Flags:
     """Return whether a curve that rejects norms, or the policy ``"skip"``, skips the whole step.

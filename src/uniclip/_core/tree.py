@@ -88,7 +88,7 @@ class Shard(Protocol):
     def gather(self, leaf: Any) -> Any:
         """Return another leaf gathered from all processes."""
 
-    def weigh(self, value: Any, *, inverse: bool = False) -> Any:
+    def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
         """Return the same value, with its derivative multiplied by `replicas`, or divided by it if
         ``inverse``.
         """

@@ -302,7 +302,7 @@ class Products(NamedTuple):
         if self.shards is not None:
             for number, shard in enumerate(self.shards):
                 if shard is not None:
-                    factors[number] = shard.weigh(factors[number], inverse=True)
+                    factors[number] = shard.weigh_derivative(factors[number], inverse=True)
 
         if self.axes is None:
             return factors

@@ -56,9 +56,9 @@ class Context:
     __slots__ = (
         "_backend",
         "_blocks",
-        "_divided",
         "_measured",
         "_needs",
+        "_norms_sharded",
         "_number",
         "absent",
         "labels",
@@ -76,14 +76,14 @@ class Context:
         number: int,
         needs: Collection[str] = (),
         *,
-        divided: bool = False,
+        norms_sharded: bool = False,
     ) -> None:
         self._backend = backend
         self._blocks = blocks
         self._measured = measured
         self._number = number
         self._needs = needs
-        self._divided = divided
+        self._norms_sharded = norms_sharded
         """Whether norms keep a sharded axis, so that each process has only some of them."""
 
         norms: Any = measured.finite_norms
@@ -101,7 +101,7 @@ class Context:
         self.present: Flags | None = None if present is None else present[number]
         """For each row, whether some process has a gradient of its group.
 
-        ``None`` in a single process, for which `absent` is enough.
+        ``None`` where `absent` is enough, as in a single process.
         """
         self.absent: Sequence[bool] = block.absent if present is None else ()
         """For each row, whether all gradients of its group are absent, so that its norm is 0.
@@ -211,8 +211,9 @@ class Context:
 
     def _like(self, blocks: Sequence[Block], measured: Measured, number: int) -> Context:
         """Return the context of another block."""
-        divided = self._divided
-        return Context(self._backend, blocks, measured, number, self._needs, divided=divided)
+        backend, needs = self._backend, self._needs
+        sharded = self._norms_sharded
+        return Context(backend, blocks, measured, number, needs, norms_sharded=sharded)
 
     def _reduce_blocks(
         self, reduce: Callable[[Tensor], Tensor], function: Callable[[Context], Tensor]
@@ -234,7 +235,7 @@ class Context:
         return reduce(self.xp.stack([self.asarray(value, dtype) for value in reduced]))
 
     def _check_not_sharded(self, name: str) -> None:
-        if self._divided:
+        if self._norms_sharded:
             msg = (
                 f"context.{name} needs all norms, but with norms along sharded axes each process "
                 "has only its own; use a scope of whole leaves, such as uc.scopes.each_leaf"

@@ -356,7 +356,7 @@ class PerGroup(Printed, Limit):
         thresholds = []
         new_states = []
         for limit, row, row_state in zip(limits, rows, states, strict=True):
-            # Not `limit(...)`, as in `uniclip._core.limit`.
+            # Not `limit(...)`, as in `uniclip._core.limiting`.
             returned, new = limit.__call__(row.norms, row_state, row)
             array = _like_norms(returned, largest, row)
             row_limits.append(array)

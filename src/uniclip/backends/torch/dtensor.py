@@ -181,7 +181,7 @@ class LocalShard:
         """Return all elements of a leaf with this sharding."""
         return leaf.full_tensor()
 
-    def weigh(self, value: Any, *, inverse: bool = False) -> Any:
+    def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
         """Return a value whose derivative is multiplied by the number of replicas, or divided by it
         if ``inverse``, so that replicas count once.
         """
