@@ -382,7 +382,7 @@ README = [
     ),
     Stated(
         "README.md",
-        "GPU ({}): GPU time, {}. |",
+        "GPU ({}): GPU time, {}; `attach`",
         lambda: [data("speed-gpu")["about"][key] for key in ("device", "what")],
     ),
     Stated("README.md", "is {} lines of code in {} files.", size_of_core),
@@ -842,7 +842,8 @@ DEFAULTS = [
     ),
     Stated(
         "docs/what-happened-at-step-n.md",
-        "the median of the last {} (five times before the twentieth step) and {} standard",
+        "the median of the last {} (five times from the eleventh to the twentieth step) and {} "
+        "standard",
         lambda: [
             {100: "hundred"}[default(insight.spikes, "window")],
             WORDS[default(insight.spikes, "z")],

@@ -513,6 +513,12 @@ assert not loaded((9, 4), hip="6.4")  # AMD
 assert not loaded(type="xpu")
 assert not loaded(type="mps", wish="1")
 assert not loaded(wish="0")
+try:
+    loaded(wish="on")
+except ValueError as error:
+    assert "UNICLIP_TRITON must be" in str(error) and "got 'on'" in str(error)
+else:
+    raise AssertionError("a setting that means nothing was taken")
 with mock.patch("importlib.util.find_spec", lambda name: None):  # Windows
     assert not loaded()
 with warnings.catch_warnings(record=True) as seen:

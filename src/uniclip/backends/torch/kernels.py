@@ -52,6 +52,10 @@ def kernels_on(device: torch.device) -> _Decision:
     if key in _decisions:
         return _decisions[key]
 
+    if setting not in {None, "", "1"}:
+        msg = f'the environment variable UNICLIP_TRITON must be "0", "1", or unset, got {setting!r}'
+        raise ValueError(msg)
+
     decision = _load(device, allow_untested=setting == "1")
     with _lock:
         # Another thread may have failed while this one imported Triton.
