@@ -82,19 +82,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     64-bit programs of JAX are only traced.
     """
-    ways = [way() for name in COMPILED if name in chosen(metafunc.config) for way in COMPILED[name]]
+    names = [name for name in COMPILED if name in chosen(metafunc.config)]
+    ways = [(way(), pytest.mark.needs(name)) for name in names for way in COMPILED[name]]
     if "promised" in metafunc.fixturenames:
-        some = [pytest.param(way, id=way.name) for way in ways if way.name in PROMISED]
+        some = [
+            pytest.param(way, marks=mark, id=way.name) for way, mark in ways if way.name in PROMISED
+        ]
         metafunc.parametrize(
             "promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))]
         )
     if "program" in metafunc.fixturenames:
-        cases = [(way, program) for way in ways for program in PROGRAMS.get(way.name, ())]
-        names = [f"{way.name}: {program}" for way, program in cases]
+        cases = [
+            pytest.param(way, program, marks=mark, id=f"{way.name}: {program}")
+            for way, mark in ways
+            for program in PROGRAMS.get(way.name, ())
+        ]
         metafunc.parametrize(
             ("way", "program"),
             cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))],
-            ids=names or None,
         )
 
 
