@@ -32,7 +32,7 @@ from kit.frameworks import (
     Torch,
     TorchCompile,
 )
-from kit.promise import Program
+from kit.promise import Program, Repeated
 from kit.trees import leaves, mapped, walk
 
 NUMPY = Framework()
@@ -65,11 +65,12 @@ FEW = {
     "Propagates",
     "Skips",
     "Zeroes",
+    "ZeroesComplex",
     "RemembersNoNaN",
     "InPlace",
 }
 PROMISED = {
-    "torch.compile": {"Propagates", "Skips", "Zeroes"},
+    "torch.compile": {"Propagates", "Skips", "Zeroes", "ZeroesComplex"},
     "tf.function": FEW,
     "tf.function-xla": FEW,
     "jax.jit": None,
@@ -212,15 +213,34 @@ def failures(program: Program, *args: Any) -> list[AssertionError]:
 
 
 def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
-    """Return the broken guarantees when all their programs are traced as one."""
+    """Return the broken guarantees when all their programs are traced as one.
+
+    A repeated program is traced with one of its inputs, and called with each of them.
+    """
     given = [program.arrays(fw) for _, program in programs]
+    repeated = [isinstance(program, Repeated) for _, program in programs]
 
     def run(given: Any) -> Any:
         return [
-            program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)
+            program.run_one(uc, arrays)
+            if isinstance(program, Repeated)
+            else program.run(uc, arrays)
+            for (_, program), arrays in zip(programs, given, strict=True)
         ]
 
-    found = fw.run(run, given)
+    compiled, calls = fw.compiled(run), []
+    counts = [len(arrays) for arrays, many in zip(given, repeated, strict=True) if many]
+    for number in range(max(counts, default=1)):
+        taken = [
+            arrays[number % len(arrays)] if many else arrays
+            for arrays, many in zip(given, repeated, strict=True)
+        ]
+        calls.append(compiled(taken))
+
+    found = [
+        list(results[: len(arrays)]) if many else results[0]
+        for results, arrays, many in zip(zip(*calls, strict=True), given, repeated, strict=True)
+    ]
     return [
         f"{case}: {error}"
         for (case, program), arrays, result in zip(programs, given, found, strict=True)
