@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ NEEDS = {
 }
 """The libraries that a file imports; it is collected only in a run with all of them."""
 
+ONE_GRAPH = (2, 11)
+"""The lowest version of PyTorch that compiles rules in one graph."""
+BETWEEN_GRAPHS = "PyTorch that compiles rules between graphs"
+"""What a test needs that the tests of one graph replace with later versions."""
 COVERED = pytest.StashKey[int]()
 """How many tests ``--except`` leaves out."""
 
@@ -184,6 +189,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
 
 
+def torch_version() -> tuple[int, ...]:
+    """Return the major and the minor version of PyTorch, without importing it."""
+    return tuple(int(part) for part in version("torch").split(".")[:2])
+
+
 def needed(item: pytest.Item) -> set[str]:
     """Return the frameworks and libraries that a test needs."""
     path = item.path
@@ -205,6 +215,8 @@ def check_marks(items: set[pytest.Item], frameworks: set[str]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests of frameworks that are not part of a run, and those that another run has."""
     here = {*chosen(config), f"keras on {config.getoption('--keras-backend')}"}
+    if "torch" in here and torch_version() < ONE_GRAPH:
+        here.add(BETWEEN_GRAPHS)
     left = {item for item in items if needed(item) - here}
     if config.getoption("--device") != "cpu":
         left |= {item for item in items if item.get_closest_marker("cpu_only")}

@@ -19,7 +19,7 @@ import optree
 import pytest
 
 import uniclip as uc
-from conftest import chosen, quickly
+from conftest import BETWEEN_GRAPHS, chosen, quickly
 from kit import rules
 from kit.contract import PROMISES
 from kit.frameworks import (
@@ -920,9 +920,18 @@ agc clips to a tenth of the norm of the weights; zclip does not clip at first.
 """
 
 
+HOLDERS = ("clip_", "drop-in", "attach")
+"""The ways that change gradients in place, which a backward pass in the same step has made."""
+WAYS = [
+    pytest.param(name, marks=[] if name in HOLDERS else pytest.mark.needs(BETWEEN_GRAPHS))
+    for name in TRAINED
+]
+"""With a PyTorch that compiles rules in one graph, `test_rules` and others have the other ways."""
+
+
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_step_of_training_between_graphs(name: str) -> None:
     """With graph breaks, a whole training step compiles, even if PyTorch cannot compile uniclip."""
     import torch
