@@ -62,13 +62,14 @@ def step(rule: Any, grads: Any, state: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def _quickly() -> Iterator[None]:
-    """Compile without optimizations, where only values are tested."""
+    """Compile without LLVM's optimizations, which neither values nor XLA's instructions need."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.usefixtures("_quickly")
 def test_programs_grow_as_the_leaves_do(name: str) -> None:
     """XLA's instructions grow no faster than the leaves.
 
