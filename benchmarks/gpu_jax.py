@@ -23,53 +23,56 @@ SMALLEST_SPEEDUP = 0.95
 """How fast a step has to be with uniclip's global norm, as a multiple of that with optax'."""
 TOLERANCE = 1e-5
 """How far the first step may be from that of optax, as a share of its norm."""
-LIMITS = {False: 1e9, True: 1.0}
-"""The limits that clip no gradient, and all."""
+LIMIT = 1.0
+SCALES = {False: 1e-9, True: 1.0}
+"""The scales of gradients that no rule clips, and of those that all clip: one program runs both."""
 
 
-def transforms(clipped: bool) -> dict[str, tuple[Any, Any]]:  # noqa: FBT001 - as in a row
+def transforms() -> dict[str, tuple[Any, Any]]:
     """Return optimizers with clipping of optax and of uniclip.
 
     Parameters start at zero, and ε is 1, so that a step shows how long the gradients are.
     """
-    limit = LIMITS[clipped]
     adamw = optax.adamw(1e-3, eps=1.0, weight_decay=0.0)
-    native = optax.chain(optax.clip_by_global_norm(limit), adamw)
-    agc = 0.01 * limit
+    native = optax.chain(optax.clip_by_global_norm(LIMIT), adamw)
     rules = {
-        "global norm": (native, uc.by_global_norm(limit)),
+        "global norm": (native, uc.by_global_norm(LIMIT)),
         "skip non-finite": (
             optax.apply_if_finite(native, 9),
-            uc.by_global_norm(limit, nonfinite="skip"),
+            uc.by_global_norm(LIMIT, nonfinite="skip"),
         ),
-        "agc": (optax.chain(optax.adaptive_grad_clip(agc), adamw), uc.agc(agc)),
+        "agc": (optax.chain(optax.adaptive_grad_clip(0.01), adamw), uc.agc(0.01)),
     }
     return {
         name: (theirs, optax.chain(to_optax(rule), adamw)) for name, (theirs, rule) in rules.items()
     }
 
 
-def gradients(shapes: Shapes) -> list[Any]:
-    """Return random gradients."""
+def gradients(shapes: Shapes, scale: float) -> list[Any]:
+    """Return random gradients of a scale."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [scale * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 class Training:
     """A compiled step of an optimizer, with the parameters and the state after the last one."""
 
-    def __init__(self, transform: Any, grads: list[Any]) -> None:
+    def __init__(self, transform: Any) -> None:
         def step(params: Any, state: Any, grads: Any) -> Any:
             updates, state = transform.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
+        self.transform = transform
         self.program = jax.jit(step, donate_argnums=(0, 1))
+
+    def first(self, grads: list[Any]) -> list[Any]:
+        """Start anew, and return copies of the parameters after the first step.
+
+        The first one of all compiles.
+        """
         self.grads = grads
         self.params = [jnp.zeros_like(grad) for grad in grads]
-        self.state = transform.init(self.params)
-
-    def first(self) -> list[Any]:
-        """Return copies of the parameters after the first step, which compiles."""
+        self.state = self.transform.init(self.params)
         self.params, self.state = self.program(self.params, self.state, self.grads)
         return [np.asarray(param, np.float64) for param in self.params]
 
@@ -83,11 +86,10 @@ class Training:
         return (time.perf_counter() - start) / CALLS_BETWEEN_WAITS * 1e6
 
 
-def time_pair(name: str, tree: str, rounds: int, *, clipped: bool) -> Row:
+def time_pair(pair: list[Training], name: str, tree: str, rounds: int, *, clipped: bool) -> Row:
     """Return the row of an optimizer; the two take turns, in a random order."""
-    grads = gradients(trees()[tree])
-    pair = [Training(transform, grads) for transform in transforms(clipped)[name]]
-    theirs, ours = (training.first() for training in pair)
+    grads = gradients(trees()[tree], SCALES[clipped])
+    theirs, ours = (training.first(grads) for training in pair)
     apart = norm_of([one - other for one, other in zip(theirs, ours, strict=True)])
     if not apart <= TOLERANCE * norm_of(theirs):
         msg = f"the first step is {apart / norm_of(theirs):.2g} of its norm from that of optax"
@@ -124,15 +126,16 @@ def time_jax(run: Run, rounds: int) -> list[Row]:
     # Compiled on a CPU, larger trees would take minutes.
     tree = "GPT-2" if HAS_GPU else "MLP of ten"
 
-    def time_one(name: str, *, clipped: bool) -> None:
-        row = time_pair(name, tree, rounds, clipped=clipped)
+    def time_one(pair: list[Training], name: str, *, clipped: bool) -> None:
+        row = time_pair(pair, name, tree, rounds, clipped=clipped)
         rows.append(row)
         print(f"{row['what']}, {'' if clipped else 'not '}clipped: {line(row)}", flush=True)
         if HAS_GPU and name == "global norm" and row["speedup"][1] < SMALLEST_SPEEDUP:
             msg = f"a step is {row['speedup'][1]:.3f} times as fast as with optax"
             raise AssertionError(msg)
 
-    for name in transforms(True):  # noqa: FBT003 - as in a row
-        for clipped in LIMITS:
-            run.check(f"JAX, {name}", lambda: time_one(name, clipped=clipped))  # noqa: B023
+    for name, both in transforms().items():
+        pair = [Training(transform) for transform in both]
+        for clipped in SCALES:
+            run.check(f"JAX, {name}", lambda: time_one(pair, name, clipped=clipped))  # noqa: B023
     return rows

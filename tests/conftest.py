@@ -1,15 +1,19 @@
 """Options and fixtures of the suite: ``--frameworks numpy,torch`` selects the frameworks of a run.
 
-Tests of other frameworks are deselected.
+Tests of other frameworks are deselected. With ``--except numpy``, so is every test that a run of
+NumPy alone has, unless its mark `beside_others` keeps it.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +24,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A collection visits the millions of objects of all frameworks: by default, an eighth of the time.
+gc.set_threshold(50_000, 10, 10)
 
 pytest_plugins = ["kit.cpu"]
 HERE = Path(__file__).parent
@@ -54,6 +61,13 @@ NEEDS = {
 }
 """The libraries that a file imports; it is collected only in a run with all of them."""
 
+ONE_GRAPH = (2, 11)
+"""The lowest version of PyTorch that compiles rules in one graph."""
+BETWEEN_GRAPHS = "PyTorch that compiles rules between graphs"
+"""What a test needs that the tests of one graph replace with later versions."""
+COVERED = pytest.StashKey[int]()
+"""How many tests ``--except`` leaves out."""
+
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -65,6 +79,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     every = ",".join([*EAGER, *ADAPTERS])
     parser.addoption(
         "--frameworks", default="numpy", help=f"what this run is for, of {every}; or all"
+    )
+    parser.addoption(
+        "--except",
+        dest="covered",
+        default="",
+        help="frameworks of a run of its own, such as numpy: tests that it has are left out here",
     )
     parser.addoption(
         "--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"]
@@ -96,6 +116,15 @@ def chosen(config: pytest.Config) -> set[str]:
     return every if "all" in names else names
 
 
+def covered(config: pytest.Config) -> set[str]:
+    """Return the frameworks whose tests another run has."""
+    names = set(filter(None, config.getoption("covered").split(",")))
+    if unknown := names - {*EAGER, *ADAPTERS}:
+        message = f"--except {unknown.pop()} is none of {', '.join([*EAGER, *ADAPTERS])}"
+        raise pytest.UsageError(message)
+    return names
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, and set Keras' backend before anything imports Keras."""
     config.addinivalue_line(
@@ -106,6 +135,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "only(*names): of the frameworks of a run, or of their kinds, those that a test is for",
     )
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
+    config.addinivalue_line(
+        "markers", "beside_others: has to hold where other frameworks are, so --except keeps it"
+    )
     # Triton reads the variable when it is imported.
     if "triton" in chosen(config):
         os.environ |= {"TRITON_INTERPRET": "1", "UNICLIP_TRITON": "1"}
@@ -143,14 +175,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if fixture in metafunc.fixturenames:
             only = metafunc.definition.get_closest_marker("only")
             some = [
-                way()
+                (name, way())
                 for name in ways
                 if name in chosen(metafunc.config)
                 for way in ways[name]
                 if not only or {name, way.name} & {*only.args}
             ]
             marks = [pytest.mark.compiled] if fixture == "compiler" else []
-            cases = [pytest.param(way, marks=marks, id=way.name) for way in some]
+            cases = [
+                pytest.param(way, marks=[*marks, pytest.mark.needs(name)], id=way.name)
+                for name, way in some
+            ]
             metafunc.parametrize(
                 fixture,
                 cases or [pytest.param(None, marks=pytest.mark.needs("none"))],
@@ -158,16 +193,76 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
 
 
+def torch_version() -> tuple[int, ...]:
+    """Return the major and the minor version of PyTorch, without importing it."""
+    return tuple(int(part) for part in version("torch").split(".")[:2])
+
+
+def needed(item: pytest.Item) -> set[str]:
+    """Return the frameworks and libraries that a test needs."""
+    path = item.path
+    of_file = NEEDS.get(path.relative_to(HERE).as_posix()) if path.is_relative_to(HERE) else None
+    marks = {name for mark in item.iter_markers("needs") for name in mark.args}
+    return marks | (of_file or set())
+
+
+def check_marks(items: set[pytest.Item], frameworks: set[str]) -> None:
+    """Fail if a test to leave out has a parameter of another framework, without its mark."""
+    known = {way for name in frameworks for way in EAGER.get(name, ())}
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if others := [v for v in values if isinstance(v, Framework) and type(v) not in known]:
+            message = f"{item.nodeid} has no mark `needs` for its parameter {others[0].name}"
+            raise pytest.UsageError(message)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of frameworks that are not part of a run."""
+    """Deselect tests of frameworks that are not part of a run, and those that another run has."""
     here = {*chosen(config), f"keras on {config.getoption('--keras-backend')}"}
-    needed = lambda item: {name for mark in item.iter_markers("needs") for name in mark.args}
+    if "torch" in here and torch_version() < ONE_GRAPH:
+        here.add(BETWEEN_GRAPHS)
     left = {item for item in items if needed(item) - here}
     if config.getoption("--device") != "cpu":
         left |= {item for item in items if item.get_closest_marker("cpu_only")}
+
+    elsewhere = covered(config)
+    had = {
+        item
+        for item in items
+        if needed(item) <= elsewhere and not item.get_closest_marker("beside_others")
+    }
+    if elsewhere:
+        check_marks(had, elsewhere)
+        config.stash[COVERED] = len(had - left)
+        left |= had
+
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the number of tests that another run has to the printing process."""
+    if COVERED in session.config.stash and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["covered"] = session.config.stash[COVERED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Store the number of tests that another run has; all workers find the same."""
+    if "covered" in getattr(node, "workeroutput", {}):
+        node.config.stash[COVERED] = node.workeroutput["covered"]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print how many tests are left to another run."""
+    if COVERED in config.stash:
+        others = ",".join(sorted(covered(config)))
+        terminalreporter.write_line(
+            f"left out: {config.stash[COVERED]} tests, which --frameworks {others} runs"
+        )
 
 
 @pytest.fixture

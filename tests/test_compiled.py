@@ -19,7 +19,7 @@ import optree
 import pytest
 
 import uniclip as uc
-from conftest import chosen, quickly
+from conftest import BETWEEN_GRAPHS, chosen, quickly
 from kit import rules
 from kit.contract import PROMISES
 from kit.frameworks import (
@@ -32,7 +32,7 @@ from kit.frameworks import (
     Torch,
     TorchCompile,
 )
-from kit.promise import Program
+from kit.promise import Program, Repeated
 from kit.trees import leaves, mapped, walk
 
 NUMPY = Framework()
@@ -65,11 +65,12 @@ FEW = {
     "Propagates",
     "Skips",
     "Zeroes",
+    "ZeroesComplex",
     "RemembersNoNaN",
     "InPlace",
 }
 PROMISED = {
-    "torch.compile": {"Propagates", "Skips", "Zeroes"},
+    "torch.compile": {"Propagates", "Skips", "Zeroes", "ZeroesComplex"},
     "tf.function": FEW,
     "tf.function-xla": FEW,
     "jax.jit": None,
@@ -82,19 +83,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     64-bit programs of JAX are only traced.
     """
-    ways = [way() for name in COMPILED if name in chosen(metafunc.config) for way in COMPILED[name]]
+    names = [name for name in COMPILED if name in chosen(metafunc.config)]
+    ways = [(way(), pytest.mark.needs(name)) for name in names for way in COMPILED[name]]
     if "promised" in metafunc.fixturenames:
-        some = [pytest.param(way, id=way.name) for way in ways if way.name in PROMISED]
+        some = [
+            pytest.param(way, marks=mark, id=way.name) for way, mark in ways if way.name in PROMISED
+        ]
         metafunc.parametrize(
             "promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))]
         )
     if "program" in metafunc.fixturenames:
-        cases = [(way, program) for way in ways for program in PROGRAMS.get(way.name, ())]
-        names = [f"{way.name}: {program}" for way, program in cases]
+        cases = [
+            pytest.param(way, program, marks=mark, id=f"{way.name}: {program}")
+            for way, mark in ways
+            for program in PROGRAMS.get(way.name, ())
+        ]
         metafunc.parametrize(
             ("way", "program"),
             cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))],
-            ids=names or None,
         )
 
 
@@ -207,15 +213,34 @@ def failures(program: Program, *args: Any) -> list[AssertionError]:
 
 
 def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
-    """Return the broken guarantees when all their programs are traced as one."""
+    """Return the broken guarantees when all their programs are traced as one.
+
+    A repeated program is traced with one of its inputs, and called with each of them.
+    """
     given = [program.arrays(fw) for _, program in programs]
+    repeated = [isinstance(program, Repeated) for _, program in programs]
 
     def run(given: Any) -> Any:
         return [
-            program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)
+            program.run_one(uc, arrays)
+            if isinstance(program, Repeated)
+            else program.run(uc, arrays)
+            for (_, program), arrays in zip(programs, given, strict=True)
         ]
 
-    found = fw.run(run, given)
+    compiled, calls = fw.compiled(run), []
+    counts = [len(arrays) for arrays, many in zip(given, repeated, strict=True) if many]
+    for number in range(max(counts, default=1)):
+        taken = [
+            arrays[number % len(arrays)] if many else arrays
+            for arrays, many in zip(given, repeated, strict=True)
+        ]
+        calls.append(compiled(taken))
+
+    found = [
+        list(results[: len(arrays)]) if many else results[0]
+        for results, arrays, many in zip(zip(*calls, strict=True), given, repeated, strict=True)
+    ]
     return [
         f"{case}: {error}"
         for (case, program), arrays, result in zip(programs, given, found, strict=True)
@@ -313,10 +338,11 @@ def test_torch_takes_any_rows(framework: Framework) -> None:
     import torch
     from torch._dynamo.utils import counters
 
+    # The export below makes the graph functional, as a later backend would.
     torch._dynamo.reset()
     counters.clear()
     learns_any_rows(
-        framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True)
+        framework, torch.compile(some_step, fullgraph=True, backend="eager", dynamic=True)
     )
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
@@ -543,7 +569,9 @@ def test_nothing_becomes_double() -> None:
     with fw.context():
         found = trained(fw, EVERY, lambda *args: fw.outline(step_of(EVERY), *args), STEPS[:2])
         for program in [program for promise in PROMISES for program in promise.programs_for(fw)]:
-            assert fw.outline(partial(program.run, uc), program.arrays(fw)) is not None
+            arrays = program.arrays(fw)
+            some = arrays[:1] if isinstance(program, Repeated) else arrays
+            assert fw.outline(partial(program.run, uc), some) is not None
     for result, plain in zip(found, wanted("every"), strict=False):
         for name in EVERY:
             assert list(alike(result[name], plain[name], fw.dtype, name)), name
@@ -895,9 +923,18 @@ agc clips to a tenth of the norm of the weights; zclip does not clip at first.
 """
 
 
+HOLDERS = ("clip_", "drop-in", "attach")
+"""The ways that change gradients in place, which a backward pass in the same step has made."""
+WAYS = [
+    pytest.param(name, marks=[] if name in HOLDERS else pytest.mark.needs(BETWEEN_GRAPHS))
+    for name in TRAINED
+]
+"""With a PyTorch that compiles rules in one graph, `test_rules` and others have the other ways."""
+
+
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_step_of_training_between_graphs(name: str) -> None:
     """With graph breaks, a whole training step compiles, even if PyTorch cannot compile uniclip."""
     import torch

@@ -13,13 +13,19 @@ from kit.promise import run_eagerly
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a test by the guarantees that each framework of this run can have."""
-    ways = [way() for name in EAGER if name in chosen(metafunc.config) for way in EAGER[name]]
-    cases = [(way, promise) for way in ways for promise in PROMISES if promise.reason(way) is None]
+    names = [name for name in EAGER if name in chosen(metafunc.config)]
+    ways = [(way(), pytest.mark.needs(name)) for name in names for way in EAGER[name]]
+    cases = [
+        pytest.param(way, promise, marks=mark, id=f"{way.name}: {promise.case}")
+        for way, mark in ways
+        for promise in PROMISES
+        if promise.reason(way) is None
+    ]
     if "promise" in metafunc.fixturenames:
-        names = [f"{way.name}: {promise.case}" for way, promise in cases]
-        metafunc.parametrize(("way", "promise"), cases, ids=names)
+        metafunc.parametrize(("way", "promise"), cases)
 
 
+@pytest.mark.beside_others
 # PyTorch warns once.
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_promise(way: Framework, promise: Promise) -> None:

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS = {
     "exploding_rnn.py --steps 5 --out plot.png": ["torch"],
     "exploding_rnn.py --framework all --steps 5 --out plot.png": ["torch", "tensorflow", "jax"],
-    "resume_training.py --framework torch --steps 200 --out plot.png": ["torch"],
+    "resume_training.py --framework torch --steps 100 --out plot.png": ["torch"],
     "torch_lstm.py": ["torch"],
     "tensorflow1_rnn.py": ["tensorflow"],
     "optax_nnx.py": ["optax"],

@@ -19,6 +19,8 @@ import uniclip as uc
 
 pytestmark = pytest.mark.compiled
 MANY = 80
+DERIVED = 36
+"""The number of leaves of derivatives, which take long outside of jit."""
 SOME: dict[str, Any] = {
     "global": uc.by_global_norm(2.0),
     "by_norm": uc.by_norm(0.5),
@@ -60,13 +62,14 @@ def step(rule: Any, grads: Any, state: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def _quickly() -> Iterator[None]:
-    """Compile without optimizations, where only values are tested."""
+    """Compile without LLVM's optimizations, which neither values nor XLA's instructions need."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.usefixtures("_quickly")
 def test_programs_grow_as_the_leaves_do(name: str) -> None:
     """XLA's instructions grow no faster than the leaves.
 
@@ -185,22 +188,19 @@ def scanned(rule: Any, grads: Any, state: Any) -> Any:
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.usefixtures("_quickly")
 def test_transformations(name: str) -> None:
-    """Values are NumPy's, and derivatives are those outside of jit.
-
-    This applies in batches and loops, to exported programs, and with donated buffers.
-    """
+    """Values are NumPy's with donated buffers, in batches and loops, and of exported programs."""
     rule, plain = SOME[name], leaves()
     grads, first = list(map(jnp.asarray, plain)), rule.init(plain)
     before = step(rule, leaves(scale=0.9), first)[1]
     state = jax.tree.map(jnp.asarray, before)
     wanted = step(rule, plain, before)
-    close(jax.jit(partial(step, rule))(grads, state), wanted)
+
+    program = jax.jit(partial(step, rule), donate_argnums=0).lower(grads, state).compile()
+    assert program.memory_analysis().alias_size_in_bytes == MANY * 32
+    close(program(jax.tree.map(jnp.copy, grads), state), wanted)
+
     close(batched(lambda leaf: step(rule, leaf, state), grads), wanted)
-    close(
-        jax.jit(jax.grad(partial(total, rule, state)))(grads),
-        jax.grad(partial(total, rule, state))(grads),
-        1e-4,
-    )
+
     after = [(None, first)]
     for size in (1.0, 3.0, 1.0):
         after.append(step(rule, leaves(scale=size), after[-1][1]))
@@ -209,8 +209,20 @@ def test_transformations(name: str) -> None:
     bare = jax.jit(lambda grads, flat: jax.tree.leaves(step(rule, grads, form.unflatten(flat))))
     again = export.deserialize(export.export(bare)(grads, flat).serialize())
     close(again.call(grads, flat), jax.tree.leaves(wanted))
-    program = jax.jit(partial(step, rule), donate_argnums=0).lower(grads, state).compile()
-    assert program.memory_analysis().alias_size_in_bytes == MANY * 32
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.usefixtures("_quickly")
+def test_derivatives(name: str) -> None:
+    """Derivatives are those outside of jit.
+
+    The leaves are enough for two chunks of rows (32 each).
+    """
+    rule, plain = SOME[name], leaves(DERIVED)
+    grads, first = list(map(jnp.asarray, plain)), rule.init(plain)
+    before = step(rule, leaves(DERIVED, scale=0.9), first)[1]
+    slope = jax.grad(partial(total, rule, jax.tree.map(jnp.asarray, before)))
+    close(jax.jit(slope)(grads), slope(grads), 1e-4)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -432,17 +432,22 @@ LIBRARIES = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a test by the functions of the run's libraries, or by the ways of running."""
     wanted = metafunc.config.getoption("--frameworks").split(",")
-    rows = [row for name, of in LIBRARIES.items() if {name, "all"} & {*wanted} for row in of()]
+    names = [name for name in LIBRARIES if {name, "all"} & {*wanted}]
+    rows = [(row, pytest.mark.needs(name)) for name in names for row in LIBRARIES[name]()]
     none = pytest.mark.needs("none")
     if "row" in metafunc.fixturenames:
-        cases = [pytest.param(row, id=f"{row.library} {row.name}") for row in rows]
+        cases = [
+            pytest.param(row, marks=mark, id=f"{row.library} {row.name}") for row, mark in rows
+        ]
         metafunc.parametrize("row", cases or [pytest.param(None, marks=none)])
     if "way" in metafunc.fixturenames:
         ways = [
-            way() for name in LIBRARIES for way in (*EAGER.get(name, ()), *COMPILED.get(name, ()))
+            (way(), pytest.mark.needs(name))
+            for name in LIBRARIES
+            for way in (*EAGER.get(name, ()), *COMPILED.get(name, ()))
         ]
-        some = [(way, [row for row in rows if runs(row, way)]) for way in ways]
-        cases = [pytest.param(of, way, id=way.name) for way, of in some if of]
+        some = [(way, mark, [row for row, _ in rows if runs(row, way)]) for way, mark in ways]
+        cases = [pytest.param(of, way, marks=mark, id=way.name) for way, mark, of in some if of]
         metafunc.parametrize(("rows", "way"), cases or [pytest.param(None, None, marks=none)])
 
 

@@ -126,6 +126,7 @@ def test_documentation_of_methods(method: Any) -> None:
 # --- What importing loads
 
 
+@pytest.mark.beside_others
 def test_no_framework_is_imported() -> None:
     """Importing uniclip, or using it on NumPy arrays, imports no framework.
 

@@ -124,7 +124,7 @@ PROMISES = [
     Promise(
         '… and `nonfinite="zero"`',
         "the non-finite elements become 0, and the rest is clipped",
-        (programs.Zeroes(),),
+        (programs.Zeroes(), programs.ZeroesComplex()),
     ),
     Promise(
         '… and `nonfinite="raise"`',

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kit.frameworks import Framework
-from kit.promise import Program, is_sparse
+from kit.promise import Program, Repeated, is_sparse
 from kit.trees import EPS, close, leaves, mapped
 
 Grads = dict[str, Any]
@@ -276,7 +276,7 @@ class Accurate(Program):
             accurate_to(fw, 2e-6 if "float" in name else 5e-7, found[name], true)
 
 
-class EqualEntries(Program):
+class EqualEntries(Repeated):
     """The norm of equal elements is accurate, although their rounding errors have one sign."""
 
     large = True
@@ -286,13 +286,13 @@ class EqualEntries(Program):
     def arrays(self, fw: Framework) -> Any:
         return [fw.array(np.full(self.size, value)) for value in self.entries]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
-        return [[uc.global_norm(leaf, ord=p) for leaf in inputs] for p in (1, 2, 3)]
+    def run_one(self, uc: Any, one: Any) -> Any:
+        return [uc.global_norm(one, ord=p) for p in (1, 2, 3)]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
-        for p, norms in zip((1, 2, 3), found, strict=True):
-            in_a_graph = p == 2 and fw.name in {"tf.function", "tensorflow-graph"}
-            for norm, value in zip(norms, np.asarray(self.entries, "float32"), strict=True):
+        for norms, value in zip(found, np.asarray(self.entries, "float32"), strict=True):
+            for p, norm in zip((1, 2, 3), norms, strict=True):
+                in_a_graph = p == 2 and fw.name in {"tf.function", "tensorflow-graph"}
                 accurate_to(
                     fw, 1.5e-6 if in_a_graph else 5e-7, norm, self.size ** (1 / p) * float(value)
                 )
@@ -443,14 +443,15 @@ class FactorsOutOfRange(Program):
                 close(fw, new, wanted, dtype)
 
 
-class OnlyMeasures(Program):
+class OnlyMeasures(Repeated):
     """An infinite limit changes nothing."""
 
     def arrays(self, fw: Framework) -> Any:
-        return [tree(fw), tree(fw, by=1e36), [fw.array([math.inf, -1.0])]]
+        infinite = {"w": fw.array([[math.inf, -1.0]]), "b": [fw.array([0.0, 1.0]), None]}
+        return [tree(fw), tree(fw, by=1e36), infinite]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
-        return [list(uc.clip_by_global_norm(grads, math.inf)) for grads in inputs]
+    def run_one(self, uc: Any, one: Any) -> Any:
+        return list(uc.clip_by_global_norm(one, math.inf))
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for grads, (clipped, _) in zip(inputs, found, strict=True):
@@ -458,35 +459,34 @@ class OnlyMeasures(Program):
         close_leaves(fw, [norm for _, norm in found[:2]], [13.0, 13e36])
 
 
-class ZeroLimit(Program):
+class ZeroLimit(Repeated):
     """A limit of 0 makes every element 0, those of zero gradients included."""
 
     def arrays(self, fw: Framework) -> Any:
         return [tree(fw), tree(fw, by=0.0)]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
-        zeroed = [
-            uc.clip(grads, rule(0.0))[0] for rule in norm_rules(uc).values() for grads in inputs
-        ]
-        return [zeroed, uc.clip_by_global_norm(inputs[1], 1.0)[0]]
+    def run_one(self, uc: Any, one: Any) -> Any:
+        zeroed = [uc.clip(one, rule(0.0))[0] for rule in norm_rules(uc).values()]
+        return [zeroed, uc.clip_by_global_norm(one, 1.0)[0]]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
-        assert not any(array.any() for array in numbers(fw, found)), found
+        (zeroed, _), of_zeros = found
+        assert not any(array.any() for array in numbers(fw, [zeroed, of_zeros])), found
 
 
-class BadLimit(Program):
+class BadLimit(Repeated):
     """An unreadable negative limit acts as 0, and a NaN limit makes the gradients NaN."""
 
     def applies(self, fw: Framework) -> bool:
         return not fw.raises
 
     def arrays(self, fw: Framework) -> Any:
-        return [tree(fw), [fw.array(limit) for limit in (-1.0, -math.inf, math.nan)]]
+        return [[tree(fw), fw.array(limit)] for limit in (-1.0, -math.inf, math.nan)]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
-        grads, limits = inputs
+    def run_one(self, uc: Any, one: Any) -> Any:
+        grads, limit = one
         rules = uc.by_global_norm, partial(uc.by_norm, curve=uc.curves.soft)
-        return [[uc.clip(grads, rule(limit))[0] for rule in rules] for limit in limits]
+        return [uc.clip(grads, rule(limit))[0] for rule in rules]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         *negative, not_a_number = found
@@ -494,21 +494,16 @@ class BadLimit(Program):
         assert all(np.isnan(array).all() for array in numbers(fw, not_a_number)), not_a_number
 
 
-class Propagates(Program):
+class Propagates(Repeated):
     """Gradients that share a norm with NaN or ∞ become NaN; the others are clipped as usual."""
 
     def arrays(self, fw: Framework) -> Any:
         return [[fw.array([1.0, bad]), fw.array([3.0, 4.0])] for bad in (math.nan, -math.inf)]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
+    def run_one(self, uc: Any, one: Any) -> Any:
         some = {name: rule for name, rule in norm_rules(uc).items() if name != "columns"}
-        results = [
-            {name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in inputs
-        ]
-        return [
-            {name: [new, report.finite] for name, (new, report) in clipped_by.items()}
-            for clipped_by in results
-        ]
+        results = {name: uc.clip(one, rule(1.0)) for name, rule in some.items()}
+        return {name: [new, report.finite] for name, (new, report) in results.items()}
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for results in found:
@@ -521,7 +516,7 @@ class Propagates(Program):
                     close(fw, clipped[1], RULES[name][1]([np.asarray([3.0, 4.0])], 1.0)[0])
 
 
-class Skips(Program):
+class Skips(Repeated):
     """A non-finite step becomes zeros and is reported as skipped."""
 
     def arrays(self, fw: Framework) -> Any:
@@ -530,13 +525,10 @@ class Skips(Program):
             for bad in (math.nan, math.inf, -math.inf, 0.0)
         ]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
+    def run_one(self, uc: Any, one: Any) -> Any:
         rules = [uc.by_global_norm(math.inf, nonfinite="skip"), uc.by_norm(1.0, nonfinite="skip")]
-        results = [[uc.clip(grads, rule) for rule in rules] for grads in inputs]
-        return [
-            [[new, [said.finite, said.clipped, said.skipped]] for new, said in pair]
-            for pair in results
-        ]
+        results = [uc.clip(one, rule) for rule in rules]
+        return [[new, [said.finite, said.clipped, said.skipped]] for new, said in results]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
         for results in found[:3]:
@@ -555,41 +547,53 @@ class Skips(Program):
         ]
 
 
-class Zeroes(Program):
+class Zeroes(Repeated):
     """Non-finite elements become zeros, and the others are clipped as if next to zeros."""
 
     def arrays(self, fw: Framework) -> Any:
-        bad = [
+        return [
             [fw.array([3.0, bad, 4.0]), fw.array([bad, -12.0])]
-            for bad in (math.nan, math.inf, -math.inf)
+            for bad in (math.nan, math.inf, -math.inf, 0.0)
         ]
-        entries = [3 + 4j, complex(0, math.nan), complex(math.inf, 1)]
-        return [bad, [fw.array([3.0, 4.0, 0.0])], [fw.array(entries, "complex64")]]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
+    def run_one(self, uc: Any, one: Any) -> Any:
         rules = [uc.by_global_norm(6.5, nonfinite="zero"), uc.by_norm(1.0, nonfinite="zero")]
-        clip = lambda grads, rule: [uc.clip(grads, rule)[0], uc.clip(grads, rule)[1].finite]
-        bad = [[clip(grads, rule) for rule in rules] for grads in inputs[0]]
-        return [bad, clip(inputs[1], rules[0]), clip(inputs[2], rules[1])]
+        results = [uc.clip(one, rule) for rule in rules]
+        return [[clipped, report.finite] for clipped, report in results]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
-        bad, good, numbers_of_two = found
-        for (joint, finite), (each, _) in bad:
+        for (joint, _), (each, _) in found:
             close_leaves(fw, joint, [[1.5, 0, 2], [0, -6]])
             close_leaves(fw, each, [[0.6, 0, 0.8], [0, -1]])
-            assert not fw.numpy(finite)
-        close_leaves(fw, good, [[3.0, 4.0, 0.0], 1])
-        close_leaves(fw, numbers_of_two, [[0.6 + 0.8j, 0, 0], 0])
+        *bad, good = [bool(fw.numpy(finite)) for (_, finite), _ in found]
+        assert not any(bad)
+        assert good
 
 
-class RemembersNoNaN(Program):
+class ZeroesComplex(Program):
+    """A complex element with a non-finite part becomes zero, and is reported."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [fw.array([3 + 4j, complex(0, math.nan), complex(math.inf, 1)], "complex64")]
+
+    def run(self, uc: Any, inputs: Any) -> Any:
+        clipped, report = uc.clip(inputs, uc.by_norm(1.0, nonfinite="zero"))
+        return [clipped, report.finite]
+
+    def require(self, fw: Framework, inputs: Any, found: Any) -> None:
+        clipped, finite = found
+        close_leaves(fw, clipped, [[0.6 + 0.8j, 0, 0]])
+        assert not fw.numpy(finite)
+
+
+class RemembersNoNaN(Repeated):
     """A non-finite step leaves the state unchanged, and later steps are not affected."""
 
     def arrays(self, fw: Framework) -> Any:
-        bad = [[fw.array([value, 1.0])] for value in (math.nan, math.inf)]
-        return [[fw.array([3.0, 4.0])], [fw.array([3.3, 4.4])], *bad, [fw.array([30.0, 40.0])]]
+        steps = lambda bad: [[3.0, 4.0], [3.3, 4.4], [bad, 1.0], [30.0, 40.0]]
+        return [[[fw.array(grad)] for grad in steps(bad)] for bad in (math.nan, math.inf)]
 
-    def run(self, uc: Any, inputs: Any) -> Any:
+    def run_one(self, uc: Any, one: Any) -> Any:
         rules = [uc.norm_growth(1.2, nonfinite=policy) for policy in ("propagate", "skip", "zero")]
         rules += [
             uc.autoclip(50, window=3),
@@ -597,27 +601,25 @@ class RemembersNoNaN(Program):
             uc.adagc(warmup=1),
             uc.skip_spikes(window=4, warmup=2),
         ]
-        return [self._steps(rule, inputs) for rule in rules]
+        return [self._steps(rule, one) for rule in rules]
 
-    def _steps(self, rule: Any, inputs: Any) -> Any:
-        state, states = rule.init(inputs[0]), []
-        for grads in inputs[:-1]:
+    def _steps(self, rule: Any, steps: Any) -> Any:
+        state, states = rule.init(steps[0]), []
+        for grads in steps[:-1]:
             _, state, report = rule.update(grads, state)
             states.append([leaves(state), report.finite])
-        clipped, _, _ = rule.update(inputs[-1], state)
-        (_, finite), (before, _), (after_nan, not_finite), (after_inf, _) = states
-        return [before, after_nan, after_inf, [finite, not_finite], clipped]
+        clipped, _, _ = rule.update(steps[-1], state)
+        _, (before, finite), (after, not_finite) = states
+        return [before, after, [finite, not_finite], clipped]
 
     def require(self, fw: Framework, inputs: Any, found: Any) -> None:
-        for number, (before, after_nan, after_inf, (finite, not_finite), clipped) in enumerate(
-            found
-        ):
-            same_bits(fw, after_nan, before)
-            same_bits(fw, after_inf, before)
-            assert fw.numpy(finite)
-            assert not fw.numpy(not_finite)
-            if number < 3:
-                close_leaves(fw, clipped, [[1.2 * 3.3, 1.2 * 4.4]])
+        for results in found:
+            for number, (before, after, (finite, not_finite), clipped) in enumerate(results):
+                same_bits(fw, after, before)
+                assert fw.numpy(finite)
+                assert not fw.numpy(not_finite)
+                if number < 3:
+                    close_leaves(fw, clipped, [[1.2 * 3.3, 1.2 * 4.4]])
 
 
 class Learns(Program):

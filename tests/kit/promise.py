@@ -42,6 +42,21 @@ class Program:
         raise NotImplementedError
 
 
+class Repeated(Program):
+    """A program that does the same with each of several inputs, so that it is traced for one."""
+
+    def arrays(self, fw: Framework) -> list[Any]:
+        """Return inputs of one structure, and of the same dtypes and shapes."""
+        raise NotImplementedError
+
+    def run(self, uc: Any, inputs: list[Any]) -> list[Any]:
+        return [self.run_one(uc, one) for one in inputs]
+
+    def run_one(self, uc: Any, one: Any) -> Any:
+        """Return lists and dicts of arrays for one of the inputs."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Promise:
     """A case, the behavior, and the programs and checks that test it."""
