@@ -875,7 +875,6 @@ FIRST = [
 ]
 """The texts for those who can't see the first figure."""
 DRAWN = [
-    *FIRST,
     Stated(
         "docs/which-rule.md",
         "two safety nets clip {} and {} of the steps, a normalizer clips {} :align:",
@@ -967,7 +966,6 @@ def test_speed() -> None:
 
 
 @pytest.mark.needs("torch")  # The environments of frameworks have the demo extra.
-@pytest.mark.xdist_group("first figure")
 @pytest.mark.parametrize("stated", DRAWN, ids=lambda stated: f"{stated.page}: {stated.text}")
 def test_texts_of_figures(stated: Stated) -> None:
     """A page describes what its figure shows."""
@@ -975,9 +973,11 @@ def test_texts_of_figures(stated: Stated) -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.xdist_group("first figure")
 def test_the_first_figure() -> None:
-    """The first figure shows the training of the example, in both themes."""
+    """The first figure shows the training of the example, in both themes, and texts describe it.
+
+    One test, since the training takes seconds.
+    """
     step, share, norm = hero()
     drawn = {
         f"not clipped: NaN at step {step}",
@@ -987,6 +987,8 @@ def test_the_first_figure() -> None:
     for theme in ("light", "dark"):
         picture = (ROOT / "docs" / "_static" / f"hero-{theme}.svg").read_text(encoding="utf-8")
         assert drawn <= set(re.findall("<!-- (.*) -->", picture))
+    for stated in FIRST:
+        check(stated)
 
 
 UNITS = (
@@ -1027,7 +1029,7 @@ PAGES = [
 def test_every_measurement_has_a_source(page: str) -> None:
     """A page has no time, size, percentage, or ratio that isn't compared with its source."""
     text = prose(page)
-    for stated in (*STATED, *DRAWN):
+    for stated in (*STATED, *FIRST, *DRAWN):
         if stated.page == page:
             compared = re.sub(r"`[^`]+`", "", stated.text)
             text = re.sub(pattern(stated._replace(text=" ".join(compared.split()))), "", text)
