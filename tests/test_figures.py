@@ -866,12 +866,12 @@ FIRST = [
         page,
         "it is NaN at step {}. With clipping, it falls to 0, and the network classifies {} of the "
         "digits correctly. Bottom: the gradient norms",
-        lambda: hero()[:2],
+        lambda: [str(hero().steps), share_in_picture()],
     )
     for page in ("README.md", "docs/index.md")
 ] + [
-    Stated("README.md", "without clipping, they exceed {}.", lambda: hero()[2:]),
-    Stated("docs/index.md", "Without clipping, they exceed {}.", lambda: hero()[2:]),
+    Stated("README.md", "without clipping, they exceed {}.", lambda: [f"1e{hero().power}"]),
+    Stated("docs/index.md", "Without clipping, they exceed {}.", lambda: [f"1e{hero().power}"]),
 ]
 """The texts for those who can't see the first figure."""
 DRAWN = [
@@ -884,9 +884,17 @@ DRAWN = [
 """Texts about figures whose programs need the digits of the demo extra."""
 
 
+class Trained(NamedTuple):
+    """What the training shows from which the first figure is drawn."""
+
+    steps: int
+    power: int
+    share: float
+
+
 @cache
-def hero() -> list[str]:
-    """Return what the first figure shows, from the training that it is drawn from."""
+def hero() -> Trained:
+    """Return what the first figure shows, from its training."""
     example = importlib.import_module("exploding_rnn")
     task = example.make_task(seed=0, steps=example.STEPS)
     unclipped, clipped = (
@@ -894,7 +902,12 @@ def hero() -> list[str]:
         for limit in (math.inf, example.MAX_NORM)
     )
     power = math.floor(math.log10(max(unclipped.norms)))
-    return [str(len(unclipped.losses)), f"{clipped.accuracy:.0%}", f"1e{power}"]
+    return Trained(len(unclipped.losses), power, clipped.accuracy)
+
+
+def share_in_picture() -> str:
+    """Return how many digits the network of the first figure reads, in the picture."""
+    return found("docs/_static/hero-light.svg", r"<!-- clipped: reads (\d+%) of the digits -->")
 
 
 def pattern(stated: Stated) -> str:
@@ -978,11 +991,14 @@ def test_the_first_figure() -> None:
 
     One test, since the training takes seconds.
     """
-    step, share, norm = hero()
+    # Which digits are read depends on the processor: one in fifty more or less.
+    share = share_in_picture()
+    assert abs(hero().share - int(share.removesuffix("%")) / 100) < 0.03
+
     drawn = {
-        f"not clipped: NaN at step {step}",
+        f"not clipped: NaN at step {hero().steps}",
         f"clipped: reads {share} of the digits",
-        f"above $10^{{{norm.removeprefix('1e')}}}$",
+        f"above $10^{{{hero().power}}}$",
     }
     for theme in ("light", "dark"):
         picture = (ROOT / "docs" / "_static" / f"hero-{theme}.svg").read_text(encoding="utf-8")
