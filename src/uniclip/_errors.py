@@ -196,7 +196,10 @@ def whole(name: str, value: Any, low: float = -math.inf) -> int:
         integer = operator.index(value)
     except Exception:  # noqa: BLE001
         integer = None
-    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    is_bool = isinstance(value, bool)
+    # A Python number has no dtype, and torch.compile cannot ask one that it has made symbolic.
+    if not isinstance(value, int):
+        is_bool = "bool" in str(getattr(value, "dtype", ""))
     check(name, value, integer is not None and not is_bool, "a whole number")
 
     if low > -math.inf:
