@@ -109,6 +109,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="calls of a function, by default 9")
     parser.add_argument("--out", type=Path, help="the file to write the times to")
     options = parser.parse_args()
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.absolute().parent}")
     unknown = {*options.sections} - {*SECTIONS}
     if unknown:
         parser.error(f"no section is named {', '.join(sorted(unknown))}")

@@ -121,7 +121,7 @@ class Clipper:
         self.rule = as_rule(rule)
         self.record = record
         # The header of the file names the rule.
-        if record is not None and record.rule is None:
+        if record is not None:
             record.describe(self.rule)
 
         self._last = _Last()

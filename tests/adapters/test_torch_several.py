@@ -660,6 +660,16 @@ def test_where_the_state_is() -> None:
         attach(kind(SGD([five()]), SGD([five()])), uc.by_global_norm(1.0))
 
 
+def test_a_warning_that_is_an_error() -> None:
+    """An attach that fails, because warnings are errors, leaves the optimizer without a rule."""
+    outer = Plain(SGD([five()], lr=1.0), SGD(params_of(OTHER), lr=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"handle\.state_dict\(\)"):
+            attach(outer, uc.zclip())
+    attach(outer, uc.by_norm(1.0)).remove()
+
+
 def test_copies() -> None:
     """Copies and pickles have no rule, and step unclipped."""
     outer = Plain(SGD([five()], lr=1.0), SGD(params_of(OTHER), lr=1.0))

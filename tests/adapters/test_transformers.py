@@ -211,6 +211,26 @@ def test_a_state_over_several_optimizers(mixin: bool, tmp_path: Path) -> None:
         remembers(made.clipping.numbers() if mixin else callback.state_dict(), wanted.clipper)
 
 
+def test_a_missing_state_over_several_optimizers(tmp_path: Path) -> None:
+    """A resumed trainer warns if a checkpoint has no state, and no other trainer uses its rule."""
+    make = partial(joint, kind=Saving)
+    saved = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "max_grad_norm": 0.0}
+    train(tmp_path, BATCHES[:3], make=make, **{**saved, "max_steps": 3})
+    loader = [tensors(batch) for batch in BATCHES[3:6]]
+    made = Clipping(tmp_path, loader, make=make, rule=uc.autoclip(50, window=8), **saved)
+    with pytest.warns(UserWarning, match="no saved state of"):
+        made.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
+
+    before = made.clipping.numbers()
+    given = made.callback_handler.callbacks
+    for callbacks in (given, copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
+        other = Feeding(tmp_path / "other", loader, make=make, max_steps=3)
+        for callback in callbacks:
+            other.add_callback(callback)
+        other.train()
+    assert made.clipping.numbers() == before
+
+
 @pytest.mark.parametrize("check", contract(Trained, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
     """The callback keeps the contract of all integrations."""

@@ -251,9 +251,10 @@ class ClipGradients(TrainerCallback):
 class ClippedTrainer:
     """A mixin for trainers that clip by a rule; their loggers get its scalars in any order.
 
-    The state of a stateful rule is in ``trainer_state.json`` of each checkpoint, as with
-    `ClipGradients`. During training ``max_grad_norm`` is 0, and the Trainer does not measure a
-    norm: ``grad_norm`` in the logs is the norm that the rule measures.
+    The state of a stateful rule is in ``optimizer.pt`` of each checkpoint, or, with several
+    optimizers stepped as one, in ``trainer_state.json``. During training ``max_grad_norm`` is 0,
+    and the Trainer does not measure a norm: ``grad_norm`` in the logs is the norm that the rule
+    measures.
 
     Parameters
     ----------
@@ -300,8 +301,9 @@ class ClippedTrainer:
         self._all_reduce = all_reduce
         self._shared = shared
         self.clipping: Attached | None = None
+        self._saves_state = _SavesState()
         super().__init__(*args, **kwargs)
-        self.add_callback(_SavesState(self))  # type: ignore[attr-defined]
+        self.add_callback(self._saves_state)  # type: ignore[attr-defined]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
@@ -320,6 +322,7 @@ class ClippedTrainer:
         self.clipping = attach_unsaved(
             optimizer, self._rule, self._all_reduce, self._shared, names=names
         )
+        self._saves_state.handle = self.clipping
         # The statistics for the logs start with this call.
         self.clipping.logs()
         return optimizer
@@ -368,22 +371,32 @@ class ClippedTrainer:
 
 
 class _SavesState(TrainerCallback):
-    """Restores the state of the rule from a checkpoint, and has checkpoints contain it."""
+    """Has checkpoints contain the state of the rule if the optimizer leaves it out."""
 
-    def __init__(self, trainer: ClippedTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self) -> None:
+        self.handle: Attached | None = None
+        """The handle of the trainer; not the trainer, which would keep itself in memory."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy or a pickle: without hooks in an optimizer."""
+        return {"handle": None}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Restore the state, now that the optimizer has loaded its own."""
-        handle = self._trainer.clipping
-        if handle is None or not handle.rule.stateful:
+        handle = self.handle
+        if handle is None or not handle.rule.stateful or handle.saved_by_optimizer:
+            return
+        # Another trainer may have got the callbacks of this one.
+        if find_stepped(kwargs["optimizer"]).outer is not handle.optimizer:
             return
 
         saved = state.stateful_callbacks.get(_KEY)
         if saved:
             handle.load_state_dict(saved)
+        elif state.global_step:
+            handle.expect_state()
         state.stateful_callbacks[_KEY] = _Snapshot(handle)
 
 

@@ -216,9 +216,7 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    handle = attach_unsaved(optimizer, rule, all_reduce, shared, record, names=names)
-    handle.warn_if_unsaved()
-    return handle
+    return attach_unsaved(optimizer, rule, all_reduce, shared, record, names=names, warns=True)
 
 
 def attach_unsaved(  # noqa: PLR0913 - the same as of attach
@@ -229,8 +227,12 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
     record: Recorder | None = None,
     *,
     names: Names | None = None,
+    warns: bool = False,
 ) -> Attached:
-    """Do the same as `attach`, for an integration that saves the state of the rule itself."""
+    """Do the same as `attach`, for an integration that saves the state of the rule itself.
+
+    So it does not warn that the optimizer may leave the state out, unless ``warns`` is true.
+    """
     stepped = stepped_by(optimizer, rule)
     rule = rule_for_steps(rule)
     check_shared(all_reduce, shared)
@@ -253,6 +255,13 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
         raise_if_unnamed(rule, groups, names_by_param)
     check_record(record, all_reduce)
 
+    if warns and rule.stateful and not stepped.saves_state():
+        msg = (
+            f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
+            f"out the state of {summarize(rule)}; save handle.state_dict(), too, and load it by "
+            "handle.load_state_dict(saved)"
+        )
+        warn(msg)
     return Attached(stepped, Clipper(rule, record), all_reduce, shared, names_by_param)
 
 
@@ -506,19 +515,14 @@ class Attached:
         self._update_params()
         return self._clipper.state_dict(lambda array: torch.as_tensor(array).detach().clone())
 
-    def warn_if_unsaved(self) -> None:
-        """Warn if the ``state_dict`` of the optimizer may leave out the state of the rule."""
-        # Only PyTorch's own state_dict runs the hooks that add the state of the rule.
-        single = not self._stepped.inner and has_hooks(self.optimizer)
-        if not self.rule.stateful or single or self._stepped.saves_state():
-            return
+    @property
+    def saved_by_optimizer(self) -> bool:
+        """Whether the ``state_dict`` of the optimizer has the state of the rule."""
+        return self._stepped.saves_state()
 
-        msg = (
-            f"{type(self.optimizer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
-            f"out the state of {summarize(self.rule)}; save handle.state_dict(), too, and load it "
-            "by handle.load_state_dict(saved)"
-        )
-        warn(msg)
+    def expect_state(self) -> None:
+        """Warn at the next step, unless a state of the rule is loaded by then."""
+        self._state_is_missing = self.rule.stateful
 
     def numbers(self) -> dict[str, Any]:
         """Return the same as `state_dict` as plain numbers and lists, for JSON."""

@@ -65,12 +65,18 @@ class Stepped:
         return False
 
     def saves_state(self) -> bool:
-        """Return whether ``outer.state_dict()`` is PyTorch's own, whose hooks add the state of a
-        rule.
+        """Return whether ``outer.state_dict()`` has the state of a rule.
+
+        Only PyTorch's own runs the hooks that add it. A single optimizer with hooks is trusted to
+        call it.
         """
-        if not isinstance(self.outer, torch.optim.Optimizer) or not has_hooks(self.outer):
+        if not has_hooks(self.outer):
             return False
-        return type(self.outer).state_dict is torch.optim.Optimizer.state_dict
+        is_own = (
+            isinstance(self.outer, torch.optim.Optimizer)
+            and type(self.outer).state_dict is torch.optim.Optimizer.state_dict
+        )
+        return not self.inner or is_own
 
     def groups(self) -> list[ParamGroup]:
         """Return the parameter groups as they are now, each parameter once if there are optimizers
