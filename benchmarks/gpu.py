@@ -12,10 +12,10 @@ writes a file only if ``--out`` names one, and says what is left out.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from datetime import datetime, timezone
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,10 @@ def time_jax(run: Run, rounds: int) -> Rows:
 
 def about() -> dict[str, Any]:
     """Return what the rows depend on: the device, the date, and the installed versions."""
+    # An installed library may fail to import; its version is known anyway.
+    packages = packages_distributions()
     names = [name for name in ("torch", "triton", "jax", "optax", "cupy", "timm") if has(name)]
-    versions = {name: str(importlib.import_module(name).__version__) for name in names}
+    versions = {name: version(packages[name][0]) for name in names}
     if torch.version.cuda is not None:
         versions["CUDA"] = torch.version.cuda
     return {
