@@ -68,7 +68,8 @@ def time_all(run: Run, rounds: int) -> Rows:
     if not has("jax", "optax"):
         run.leave_out("jax", "JAX and optax")
     elif run.section("jax"):
-        rows += time_jax(run, rounds)
+        # An error outside of a row must not lose the rows before.
+        run.check("jax", lambda: rows.extend(time_jax(run, rounds)))
     return rows
 
 
@@ -90,7 +91,7 @@ def about() -> dict[str, Any]:
     # An installed library may fail to import; its version is known anyway.
     packages = packages_distributions()
     names = [name for name in ("torch", "triton", "jax", "optax", "cupy", "timm") if has(name)]
-    versions = {name: version(packages[name][0]) for name in names}
+    versions = {name: version(packages[name][0]) for name in names if name in packages}
     if torch.version.cuda is not None:
         versions["CUDA"] = torch.version.cuda
     return {
@@ -111,8 +112,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="calls of a function, by default 9")
     parser.add_argument("--out", type=Path, help="the file to write the times to")
     options = parser.parse_args()
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.absolute().parent}")
+    out = options.out
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        parser.error(f"--out {out} is not a file in an existing folder")
     unknown = {*options.sections} - {*SECTIONS}
     if unknown:
         parser.error(f"no section is named {', '.join(sorted(unknown))}")

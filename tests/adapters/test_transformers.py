@@ -231,6 +231,27 @@ def test_a_missing_state_over_several_optimizers(tmp_path: Path) -> None:
     assert made.clipping.numbers() == before
 
 
+@pytest.mark.parametrize("between", ["mixin", "stateless"])
+def test_no_old_state_is_loaded(between: str, tmp_path: Path) -> None:
+    """A training in between leaves no state of an earlier one in the checkpoints."""
+    rule = uc.autoclip(50, window=8)
+    saved = {"save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
+    train(tmp_path, BATCHES[:3], ClipGradients(rule), **saved)
+
+    loader = [tensors(batch) for batch in BATCHES[3:6]]
+    if between == "mixin":
+        made: Any = Clipping(tmp_path, loader, rule=rule, max_steps=6, **saved)
+    else:
+        made = Feeding(tmp_path, loader, ClipGradients(uc.by_norm(1.0)), max_steps=6, **saved)
+    made.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
+
+    callback = ClipGradients(rule)
+    last = partial(train, tmp_path, BATCHES[6:8], callback, max_steps=8, **saved)
+    with pytest.warns(UserWarning, match="no saved state of"):
+        last(resume=tmp_path / "checkpoint-6")
+    assert callback.state_dict()["state"] != {}
+
+
 @pytest.mark.parametrize("check", contract(Trained, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
     """The callback keeps the contract of all integrations."""

@@ -53,6 +53,18 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in lines(path) if "step" in row]
 
 
+def test_each_clipper_has_its_header(tmp_path: Path) -> None:
+    """The steps of two clippers, one after the other, are under the rules that clipped them."""
+    path = tmp_path / "run.jsonl"
+    with Recorder(path) as record:
+        for rule in (RULE, uc.by_norm(2.0)):
+            clipper = uc.Clipper(rule, record)
+            clipper([np.ones(2)])
+            clipper([np.ones(2)])
+    rules = [row.get("rule", row.get("step")) for row in lines(path)]
+    assert rules == [repr(RULE), 1, 2, "uc.by_norm(2.0)", 3, 4]
+
+
 @pytest.mark.parametrize("given", [None, uc.by_norm(2.0)])
 def test_a_clipper_names_its_rule(given: Any, tmp_path: Path) -> None:
     """The header has the rule of the clipper, whatever rule the recorder was given."""

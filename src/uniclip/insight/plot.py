@@ -98,8 +98,13 @@ def plot(record: Record, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
 
     figure = plt.figure(figsize=_FIGURE_SIZE, layout="constrained")
-    ax = _draw(figure.subplots(), record, spikes)
-    _make_room(figure)
+    try:
+        ax = _draw(figure.subplots(), record, spikes)
+        _make_room(figure)
+    except BaseException:
+        # Pyplot would keep a figure that nobody has.
+        plt.close(figure)
+        raise
     return ax
 
 

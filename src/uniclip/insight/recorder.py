@@ -166,6 +166,9 @@ class Recorder:
 
     def describe(self, rule: BaseRule | None = None, params: Tree = None) -> None:
         """Set the rule and the names of the leaves, which the integrations know."""
+        # Steps of another rule belong under its own header.
+        if rule is not None and self.rule is not None and repr(rule) != repr(self.rule):
+            self.flush()
         self.rule = rule or self.rule
         if params is None:
             return

@@ -188,6 +188,9 @@ class ClipGradients(TrainerCallback):
             if saved or is_new_training:
                 handle.load_state_dict(saved)
             state.stateful_callbacks[_KEY] = _Snapshot(handle)
+        else:
+            # A state of an earlier training would be loaded by a later one.
+            state.stateful_callbacks.pop(_KEY, None)
         self._loaded = {}
 
     def on_step_begin(
@@ -386,10 +389,12 @@ class _SavesState(TrainerCallback):
     ) -> None:
         """Restore the state, now that the optimizer has loaded its own."""
         handle = self.handle
-        if handle is None or not handle.rule.stateful or handle.saved_by_optimizer:
-            return
         # Another trainer may have got the callbacks of this one.
-        if find_stepped(kwargs["optimizer"]).outer is not handle.optimizer:
+        if handle is None or find_stepped(kwargs["optimizer"]).outer is not handle.optimizer:
+            return
+        # A state of an earlier training would be loaded by a later one.
+        if not handle.rule.stateful or handle.saved_by_optimizer:
+            state.stateful_callbacks.pop(_KEY, None)
             return
 
         saved = state.stateful_callbacks.get(_KEY)
