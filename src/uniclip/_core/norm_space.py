@@ -57,11 +57,7 @@ class NormSpace:
         self.compiled = mode == TRACED
         """Whether the step is traced: arrays have no values, and nothing may be cached."""
         self.on_device = mode == LIBRARY
-        """Whether the library computes eagerly: on an accelerator, which starts a kernel for each
-        operation.
-
-        Also on the host, if a limit or a curve has arrays; not where derivatives are recorded.
-        """
+        """Whether the library computes eagerly: on an accelerator, or for a limit with arrays."""
         self.separate = self.compiled and not self.library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
         self.backend: Backend = DEFAULT if self.host else self.library

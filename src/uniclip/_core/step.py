@@ -155,9 +155,7 @@ def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues
         new_state = _choose_state(step_finite, new_state, inputs.state)
 
     # Only the policy "skip" skips a step because it is not finite.
-    kept = None
-    if rule.nonfinite == "skip":
-        kept = step_finite
+    kept = step_finite if rule.nonfinite == "skip" else None
     if rule.zeroes:
         factors = zero_where_skipped(plan, measured, factors, kept)
     skipped = None
