@@ -14,6 +14,7 @@ from gpu_setup import (
     DTYPES,
     Run,
     needs,
+    norm_of,
     parameters,
     refusing_waits,
     synchronize,
@@ -59,11 +60,6 @@ IN_GRAPHS = {
 """Rules that are captured, too: past their warm-up, and with a long window."""
 WARM_UP = 3
 """How many steps run before a capture."""
-
-
-def norm_of(arrays: list[Tensor]) -> float:
-    """Return the joint norm in float64."""
-    return float(torch.cat([array.detach().flatten().double() for array in arrays]).norm())
 
 
 # Numbers.

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from gpu_setup import HAS_GPU, Run
-from gpu_times import NATIVE, OURS, Row, Shapes, line, trees
+from gpu_times import OURS, Row, Shapes, line, trees
+from timing import NATIVE, quartiles
 
 import uniclip as uc
 from uniclip.integrations.optax import to_optax
@@ -109,7 +110,7 @@ def time_pair(pair: list[Training], name: str, tree: str, rounds: int, *, clippe
         "dtype": "float32",
         "clipped": clipped,
         "peer": "optax",
-        "speedup": np.quantile(ratios, [0.25, 0.5, 0.75]).tolist(),
+        "speedup": quartiles(ratios),
         NATIVE: native,
         OURS: uniclip,
     }

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,12 @@ def synchronize() -> None:
     """Wait for the GPU."""
     if HAS_GPU:
         torch.cuda.synchronize()
+
+
+def norm_of(arrays: Sequence[torch.Tensor]) -> float:
+    """Return the joint norm in float64."""
+    norms = [torch.linalg.vector_norm(array, dtype=torch.float64) for array in arrays]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def parameters(

@@ -30,11 +30,13 @@ from gpu_setup import (
     HAS_GPU,
     Run,
     needs,
+    norm_of,
     parameters,
     refusing_waits,
     synchronize,
     with_kernels,
 )
+from timing import NATIVE, quartiles
 from torch import Tensor
 
 import uniclip as uc
@@ -43,7 +45,6 @@ from uniclip.integrations.torch import attach, clip_grad_norm_
 Arrays = Sequence[Any]
 Shapes = list[tuple[int, ...]]
 Row = dict[str, Any]
-NATIVE = "native"
 OURS = "uniclip"
 WITHOUT = "without_triton"
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -456,12 +457,6 @@ def as_tensors(arrays: Arrays) -> list[Tensor]:
     return [array if isinstance(array, Tensor) else torch.from_dlpack(array) for array in arrays]
 
 
-def norm_of(arrays: Arrays) -> float:
-    """Return the joint norm in float64."""
-    norms = [torch.linalg.vector_norm(array, dtype=torch.float64) for array in arrays]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
-
-
 def measure(case: Case, rounds: int) -> Row:
     """Return the row of a case."""
     check_case(case)
@@ -476,7 +471,7 @@ def measure(case: Case, rounds: int) -> Row:
     found = {name: np.array(pairs) for name, pairs in times.items()}
     ratios = found[NATIVE][:, 0] / found[OURS][:, 0]
 
-    row: Row = {**case.about.row(), "speedup": np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()}
+    row: Row = {**case.about.row(), "speedup": quartiles(ratios)}
     for name, way in ways.items():
         gpu, host = np.median(found[name], axis=0).tolist()
         row[name] = {"gpu_us": gpu, "host_us": host, **count(case, way)}

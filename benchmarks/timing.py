@@ -44,10 +44,14 @@ def row(seconds: dict[str, list[float]]) -> Row:
     ratios = {name: times[NATIVE] / found for name, found in times.items() if name != NATIVE}
     return {
         "us": {name: 1e6 * float(np.median(found)) for name, found in times.items()},
-        "times": {
-            name: np.quantile(found, [0.25, 0.5, 0.75]).tolist() for name, found in ratios.items()
-        },
+        "times": {name: quartiles(found) for name, found in ratios.items()},
     }
+
+
+def quartiles(ratios: Any) -> list[float]:
+    """Return the quartiles of ratios, the median in the middle."""
+    found: list[float] = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return found
 
 
 def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
