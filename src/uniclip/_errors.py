@@ -20,7 +20,7 @@ from inspect import Parameter, signature
 from numbers import Integral, Number, Real
 from string import hexdigits
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import optree
 
@@ -529,3 +529,24 @@ class Printed:
             elif _differs(value, default):
                 texts.append(f"{field.name}={show(value)}")
         return texts
+
+
+Checks: TypeAlias = dict[str, Callable[[str, Any], Any]]
+"""For each field to validate, a function of its name and value that returns the valid value."""
+
+
+class Checked(Printed):
+    """A choice whose numbers are validated by a table."""
+
+    checks: ClassVar[Checks] = {}
+    """How each field is validated."""
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        for name, validate in self.checks.items():
+            set_frozen_fields(self, **{name: validate(name, getattr(self, name))})
+
+
+def at_least(low: int) -> Callable[[str, Any], int]:
+    """Return a function that validates an integer."""
+    return partial(whole, low=low)

@@ -30,8 +30,6 @@ from uniclip.report import (
     NORM_MAX,
     Report,
     read_arrays,
-    report_outlives,
-    was_skipped,
 )
 from uniclip.rule import BaseRule, take_step
 from uniclip.saved import (
@@ -445,7 +443,7 @@ class Clipper:
             self._window.add(report)
         # The warning appears once: it sets the count to ``None``, which ends the counting.
         if self._skipped is not None:
-            self._skipped = self._skipped + 1 if was_skipped(report) else 0
+            self._skipped = self._skipped + 1 if report.was_skipped() else 0
             if self._skipped == MANY_SKIPPED:
                 self._skipped = None
                 self._warn_of_skips(report)
@@ -496,7 +494,7 @@ class _Window:
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
-        if not report_outlives(report):
+        if not report.outlives_step():
             return
         with self._lock:
             # A run that is logged seldom would keep the arrays of all its steps.

@@ -32,7 +32,7 @@ from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import broadcasts, from_numpy, known_ordered, same_shape
 from uniclip.backends.base import cast, fill_places, take
 from uniclip.limits import NoState
-from uniclip.report import ChainReport, Report, without_skip
+from uniclip.report import ChainReport, Report
 from uniclip.rule import BaseRule, Rule, take_step
 
 
@@ -202,7 +202,7 @@ class Masked(BaseRule):
 
         clipped, state, report = take_step(self.rule, Flat(chosen, spec), state, step)
         # The other leaves are not skipped, so an optimizer must take its step.
-        report = without_skip(report)
+        report = report.without_skip()
         if step.in_place:
             return spec.unflatten(leaves), state, report
 

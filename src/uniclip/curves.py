@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from uniclip._errors import Printed, positive, set_frozen_fields
+from uniclip._errors import Checked, Checks, positive
 from uniclip._types import Factors, Flags, Limits, Namespace, Norms, Tensor
 
 __all__ = [
@@ -136,7 +136,7 @@ def tanh(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
 
 
 @dataclass(frozen=True, repr=False)
-class Regularized(Printed):
+class Regularized(Checked):
     """Return ``limit/(norm + gamma)``: `normalize`, but tiny gradients stay small (AUTO-S).
 
     Parameters
@@ -153,9 +153,7 @@ class Regularized(Printed):
 
     gamma: float
 
-    def __post_init__(self) -> None:
-        """Validate ``gamma``, since 0 would divide by zero."""
-        set_frozen_fields(self, gamma=positive("gamma", self.gamma))
+    checks: ClassVar[Checks] = {"gamma": positive}
 
     def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002
         """Return the factor."""
@@ -163,7 +161,7 @@ class Regularized(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class NonMonotonic(Printed):
+class NonMonotonic(Checked):
     """Return ``limit/(norm + r/(norm + r))``, the curve of PSAC.
 
     It is `normalize`, but tiny gradients get the factor ``limit``.
@@ -182,9 +180,7 @@ class NonMonotonic(Printed):
 
     r: float
 
-    def __post_init__(self) -> None:
-        """Validate ``r``, since 0 would divide by zero."""
-        set_frozen_fields(self, r=positive("r", self.r))
+    checks: ClassVar[Checks] = {"r": positive}
 
     def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:  # noqa: ARG002
         """Return the factor."""
@@ -192,7 +188,7 @@ class NonMonotonic(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class RejectAbove(Printed):
+class RejectAbove(Checked):
     """Return `hard`'s factor up to another bound, 0 above it: clip, but drop what is far too large.
 
     Parameters
@@ -209,9 +205,7 @@ class RejectAbove(Printed):
 
     bound: float
 
-    def __post_init__(self) -> None:
-        """Validate ``bound``."""
-        set_frozen_fields(self, bound=positive("bound", self.bound))
+    checks: ClassVar[Checks] = {"bound": positive}
 
     def __call__(self, xp: Namespace, norm: Norms, limit: Limits) -> Factors:
         """Return the factor."""

@@ -186,6 +186,20 @@ class Report:
         words.append("finite" if bool(np.all(finite)) else "non-finite")
         return ", ".join(words)
 
+    def without_skip(self) -> Report:
+        """Return it without ``skipped``, of a rule whose other leaves take their step."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return FilledReport(**{**fields, "skipped": None})
+
+    def outlives_step(self) -> bool:
+        """Return whether it may outlive the running code; nothing is arranged."""
+        fields: Any = tuple(self)
+        return outlives(optree.tree_leaves(fields))
+
+    def was_skipped(self) -> bool:
+        """Return whether a step was skipped, if the host reads that at no cost."""
+        return False
+
     def __repr__(self) -> str:
         """Return the report in one line."""
         return f"<Report: {self}>"
@@ -227,18 +241,22 @@ class LazyReport(Report):
             self._values = self._values()
         return self._values
 
-    @property
     def outlives_step(self) -> bool:
-        """Whether it may outlive the running code; nothing is arranged."""
+        """Return whether it may outlive the running code; nothing is arranged."""
         if self._values is None:
-            return outlives(optree.tree_leaves(self._fields))  # type: ignore[arg-type]
+            return super().outlives_step()
         # The fast path takes no compiled step.
         return callable(self._values) or not self._values.plan.math.compiled
 
-    @property
-    def is_of_fast_path(self) -> bool:
-        """Whether its values are not asked for yet: those of the fast path, which skips no step."""
-        return callable(self._values)
+    def was_skipped(self) -> bool:
+        """Return whether a step was skipped, if the host reads that at no cost."""
+        # The fast path skips no step.
+        if callable(self._values) or self._values is None or self._values.skipped is None:
+            return False
+        skipped = self._values.skipped
+        math_ = self._values.plan.math
+        # Reading a flag on an accelerator would make every step wait for the device.
+        return (math_.host or math_.library.readable(skipped)) and bool(skipped)
 
     def without_skip(self) -> Report:
         """Return it without ``skipped``."""
@@ -247,8 +265,7 @@ class LazyReport(Report):
             return self
         if self._values is not None:
             return LazyReport(self._values._replace(skipped=None))
-        fields = {**self._fields, "skipped": None}
-        return LazyReport(None, take(fields, FIELDS))
+        return super().without_skip()
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule.
@@ -353,6 +370,18 @@ class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
     __slots__ = ()
     __repr__ = Report.__repr__
 
+    def without_skip(self) -> Report:
+        """Return those of the rules without ``skipped``."""
+        return ChainReport(tuple([report.without_skip() for report in self.rules]))
+
+    def outlives_step(self) -> bool:
+        """Return whether all may outlive the running code."""
+        return all([report.outlives_step() for report in self.rules])
+
+    def was_skipped(self) -> bool:
+        """Return whether one of the rules skipped the step."""
+        return any([report.was_skipped() for report in self.rules])
+
     def __getattr__(self, name: str) -> Any:
         _check_name(name)
         values = [getattr(report, name) for report in self.rules]
@@ -412,41 +441,6 @@ def report_of(values: StepValues) -> Report:
     if math_.compiled and not math_.library.opens_nodes:
         return FilledReport(*report)
     return report
-
-
-def without_skip(report: Report) -> Report:
-    """Return a report without ``skipped``, of a rule whose other leaves take their step."""
-    if isinstance(report, ChainReport):
-        return ChainReport(tuple(map(without_skip, report.rules)))
-    if isinstance(report, LazyReport):
-        return report.without_skip()
-    # A report of a user's class has fields, too.
-    fields = {name: getattr(report, name) for name in FIELDS}
-    return FilledReport(**{**fields, "skipped": None})
-
-
-def report_outlives(report: Report) -> bool:
-    """Return whether a report may outlive the running code; nothing is arranged."""
-    if isinstance(report, ChainReport):
-        return all(map(report_outlives, report.rules))
-    if isinstance(report, LazyReport):
-        return report.outlives_step
-    fields: Any = tuple(report)
-    return outlives(optree.tree_leaves(fields))
-
-
-def was_skipped(report: Report) -> bool:
-    """Return whether a step was skipped, if the host reads that at no cost; nothing is arranged."""
-    if isinstance(report, ChainReport):
-        return any(map(was_skipped, report.rules))
-    if not isinstance(report, LazyReport) or report.is_of_fast_path or report.values is None:
-        return False
-    skipped = report.values.skipped
-    math_ = report.values.plan.math
-    if skipped is None:
-        return False
-    # Reading a flag on an accelerator would make every step wait for the device.
-    return (math_.host or math_.library.readable(skipped)) and bool(skipped)
 
 
 def keep_arrays(tree: Tree) -> Any:

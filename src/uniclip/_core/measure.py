@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, Step, Tensor
 from uniclip.backends.arrays import check_shape, known_true
-from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, expand_to_leaf
+from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, expand_to_leaf, modulus
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
@@ -78,20 +79,8 @@ class Measured(NamedTuple):
     """Whether all elements are finite, ``None`` if that was not checked."""
 
 
-def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
-    """Measure what a step needs.
-
-    Processes exchange everything together with the first sum.
-
-    Parameters
-    ----------
-    plan : Plan
-    inputs : StepInputs
-        The policy ``"zero"`` may have replaced elements in the gradients.
-    original : OpenedTree
-        The gradients in which elements that are not finite are counted: those before such a
-        replacement. Any will do if the caller drops the count.
-    """
+def measure(plan: Plan, inputs: StepInputs) -> Measured:
+    """Measure what a step needs. Processes exchange everything together with the first sum."""
     rule = inputs.rule
     math_ = plan.math
     collectives = plan.collectives
@@ -104,22 +93,18 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         exchange = None
         if collectives is not None:
-            payload = _make_payload(plan, inputs, original)
+            payload = _make_payload(plan, inputs)
             exchange = Exchange(collectives, trees, payload)
 
         measured = _measure_norms(plan, inputs, trees, exchange)
-        if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
+        if exchange is None and "loss" not in rule.limit.needs:
             return measured
 
         reduced = Payload() if exchange is None else exchange.reduced_payload()
         present = None
         if reduced.present is not None:
             present = math_.as_norms([count > 0 for count in reduced.present])
-        return measured._replace(
-            present=present,
-            loss=_find_loss(plan, inputs, reduced),
-            elements_finite=_are_elements_finite(rule, plan, original, reduced),
-        )
+        return measured._replace(present=present, loss=_find_loss(plan, inputs, reduced))
 
 
 def _measure_norms(
@@ -178,49 +163,16 @@ def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     return [norm + (norm - norm) for norm in norms]
 
 
-def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Payload:
+def _make_payload(plan: Plan, inputs: StepInputs) -> Payload:
     """Return what processes exchange in a step beside sums."""
     rule = inputs.rule
     collectives: Any = plan.collectives
     losses = collectives.loss_sums(inputs.step.loss) if "loss" in rule.limit.needs else None
-    # The host sees elements that are not finite in the norms, unless others hold shards of these.
-    nonfinite_arrays = None
-    if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
-        nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.norms_sharded:
         present = plan.count_gradients()
     sizes = count_elements(plan, inputs.trees[0]) if plan.counts_elements else None
-    return Payload(losses, nonfinite_arrays, present, sizes)
-
-
-def _are_elements_finite(
-    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload
-) -> Flags | None:
-    """Return whether all elements are finite, ``None`` if that was not checked."""
-    if rule.nonfinite != "zero":
-        return None
-    if reduced.nonfinite_arrays is not None:
-        return reduced.nonfinite_arrays[0] < 1
-    # The host sees them in the norms.
-    if plan.math.host:
-        return None
-    return _count_nonfinite(plan, original) < 1
-
-
-def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
-    """Return how many arrays have elements that are not finite."""
-    library = plan.math.library
-    xp = plan.math.library.xp
-    counts = []
-    for number in tree.leaf_info.present:
-        array = tree.arrays[number]
-        # Arrays may be on several devices, and a library creates new ones on a single one.
-        with library.computation_context(array):
-            nonfinite = xp.logical_not(xp.all(xp.isfinite(array)))
-            counts.append(xp.astype(nonfinite, plan.math.sum_dtype))
-
-    return plan.math.add(counts, "sum")
+    return Payload(losses, present, sizes)
 
 
 def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload) -> Tensor | None:
@@ -313,7 +265,7 @@ def norms_of(
         return [], None
     squares = norm.ord == 2 and not plan.by_element
     if squares and exchange is None and plan.math.on_device:
-        terms = [_terms(plan, tree, 2, None) for tree in trees]
+        terms = [_terms(plan, tree, 2) for tree in trees]
         # A library may have one kernel for sums and roots.
         at_once = plan.math.norms_at_once(trees, terms)
         if at_once is not None:
@@ -333,7 +285,7 @@ def _norms_of_sums(
 ) -> list[Any]:
     """Return the norms of all trees, one after the other, as roots of sums in range."""
     p = math.inf if plan.by_element else norm.ord
-    terms = [_terms(plan, tree, p, None) for tree in trees]
+    terms = [_terms(plan, tree, p) for tree in trees]
     if p in {1, math.inf}:
         totals = _add_terms(plan, trees, terms, exchange)
         return [plan.math.round_to_norms(total) for total in totals]
@@ -365,7 +317,7 @@ def _norms_in_units(
     plan: Plan, trees: Sequence[OpenedTree], norm: Norm, exchange: Exchange | None
 ) -> list[Any]:
     """Return norms measured in units of the largest modulus of each, whose powers stay in range."""
-    terms = [_terms(plan, tree, math.inf, None) for tree in trees]
+    terms = [_terms(plan, tree, math.inf) for tree in trees]
     tops = _add_terms(plan, trees, terms, exchange)
     units = [_choose_unit(plan, top) for top in tops]
 
@@ -374,7 +326,7 @@ def _norms_in_units(
     terms_in_units = []
     for number, tree in enumerate(trees):
         of_tree = units[number * count : (number + 1) * count]
-        terms_in_units.append(_terms(plan, tree, norm.ord, of_tree))
+        terms_in_units.append(_divide_by_units(plan, of_tree, _terms(plan, tree, norm.ord)))
 
     totals = _add_terms(plan, trees, terms_in_units, exchange)
     norms = []
@@ -425,7 +377,7 @@ def _choose_unit(plan: Plan, top: Tensor) -> Tensor:
 def _add_terms(
     plan: Plan, trees: Sequence[OpenedTree], terms: list[Terms], exchange: Exchange | None
 ) -> list[Any]:
-    """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree."""
+    """Return ``Σ|x|ᵖ`` of each norm, an array for each block of each tree."""
     if exchange is not None:
         return exchange.reduce_sums(terms)
 
@@ -437,7 +389,7 @@ def _add_terms(
     return sums
 
 
-def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Tensor] | None) -> Terms:
+def _terms(plan: Plan, tree: OpenedTree, p: float) -> Terms:
     """Return the arrays of a tree whose powers are summed, in the order of the plan."""
     # `order` is -1 for a norm without gradients: a zero at the end of the leaves stands for one.
     leaves = tree.arrays
@@ -446,24 +398,22 @@ def _terms(plan: Plan, tree: OpenedTree, p: float, units: Sequence[Tensor] | Non
     arrays = [leaves[number] for number in plan.order]
     axes = plan.along and [plan.along[number] for number in plan.order]
     weigh = None if plan.collectives is None else plan.collectives.weigher(tree, p)
-    divisors = None if units is None else _expand_units(plan, units, arrays, axes)
-    return Terms(arrays, plan.counts, plan.heights, axes, p, divisors, weigh)
+    return Terms(arrays, plan.counts, plan.heights, axes, p, weigh)
 
 
-def _expand_units(
-    plan: Plan, units: Sequence[Tensor], arrays: Sequence[Any], axes: Sequence[Any] | None
-) -> list[Any]:
-    """Return for each array the unit of its norm, in a shape that broadcasts against it."""
+def _divide_by_units(plan: Plan, units: Sequence[Tensor], terms: Terms) -> Terms:
+    """Return the terms of moduli, each divided by the unit of its norm."""
+    library = plan.math.library
     rows: list[Any] = []
     for of_block in plan.split_blocks(units):
         rows += plan.math.backend.unstack(of_block)
-    expanded = []
-    position = 0
-    for row, count in zip(rows, plan.counts, strict=True):
-        for _ in range(count):
-            covered = None if axes is None else axes[position]
-            unit = expand_to_leaf(plan.math.library, row, arrays[position], covered)
-            expanded.append(unit)
-            position += 1
 
-    return expanded
+    divided: list[Tensor] = []
+    rest = iter(terms.by_array())
+    for row, count in zip(rows, plan.counts, strict=True):
+        for array, _, covered in islice(rest, count):
+            with library.allow_float64(), library.computation_context(array):
+                unit = expand_to_leaf(library, plan.math.to_library(row), array, covered)
+                divided.append(modulus(library, array, unit))
+
+    return terms._replace(arrays=divided)

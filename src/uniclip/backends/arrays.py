@@ -398,9 +398,9 @@ class Standard(Backend[Tensor]):
         # Each sum is computed on the device of its array, and moved.
         target = _STEP_DEVICE.get()
         sums = []
-        for array, *arguments in terms.by_array():
+        for array, p, axes in terms.by_array():
             with self.computation_context(array):
-                total = power_sum(self, array, *arguments)
+                total = power_sum(self, array, p, axes)
             sums.append(total if target is None else self._move(total, target))
         return stack_terms(self, sums, terms)
 
@@ -409,33 +409,29 @@ class Standard(Backend[Tensor]):
 
         Along others libraries add one by one, and float32 loses digits.
         """
-        arrays, axes, units = [], [], []
-        for array, _, along, unit in terms.by_array():
-            rows, last, row_unit = self._move_axes_last(array, along, unit)
+        arrays = []
+        axes = []
+        for array, _, along in terms.by_array():
+            rows, last = self._move_axes_last(array, along)
             arrays.append(rows)
             axes.append(last)
-            units.append(row_unit)
-        return terms._replace(arrays=arrays, axes=axes, units=terms.units and units)
+        return terms._replace(arrays=arrays, axes=axes)
 
-    def _move_axes_last(
-        self, array: Tensor, axes: Axes, unit: Tensor | None
-    ) -> tuple[Tensor, Axes, Tensor | None]:
-        """Return an array with a row for each sum, its axis, and the unit of each row."""
+    def _move_axes_last(self, array: Tensor, axes: Axes) -> tuple[Tensor, Axes]:
+        """Return an array with a row for each sum, and its axis."""
         if not axes:
-            return array, axes, unit
+            return array, axes
         shape = tuple(array.shape)
         kept = tuple([axis for axis in range(len(shape)) if axis not in axes])
         if axes[0] == len(kept):
-            return array, axes, unit
+            return array, axes
 
         # Flattened first: libraries need not copy a permuted array to reshape it.
         with self.computation_context(array):
             flat = self.xp.reshape(self.xp.permute_dims(array, (*kept, *axes)), (-1,))
             lengths = take(shape, kept)
             rows = self.xp.reshape(flat, (*lengths, math.prod(take(shape, axes))))
-            if unit is not None:
-                unit = self.xp.reshape(unit, (*lengths, 1))
-        return rows, (len(kept),), unit
+        return rows, (len(kept),)
 
     def pieces(self, array: Tensor, axes: Axes = None) -> Iterable[Tensor] | None:
         size = PIECE if self._device_of(array).on_host else _ACCELERATOR_PIECE

@@ -8,7 +8,7 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
   are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
   `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`);
-- *may* override hooks for speed and for changes in place (`fast_path`, `fast_path_reads`, `sums`,
+- *may* override hooks for speed and for changes in place (`fast_path`, `sums`,
   `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), for constants on
   a device (`constant`), for CUDA graphs (`captured`), and for shards in several processes
   (`reducer`, `replicas`, `rank`);
@@ -228,23 +228,18 @@ class Terms(NamedTuple):
     """
     p: float = 2
     """The power; ∞ for the largest modulus."""
-    units: Sequence[Any] | None = None
-    """The divisor of each array, applied first."""
     weigh: Callable[[list[Any]], list[Any]] | None = None
     """A function of the sums of all arrays, applied before those of one norm are added."""
 
     @property
     def whole(self) -> bool:
         """Whether only squares of whole arrays are summed, the case for which backends are fast."""
-        return self.p == 2 and self.axes is None and self.units is None and self.weigh is None
+        return self.p == 2 and self.axes is None and self.weigh is None
 
-    def by_array(self) -> list[tuple[Any, float, Axes, Any]]:
+    def by_array(self) -> list[tuple[Any, float, Axes]]:
         """Return the arguments of `power_sum` for each array."""
-        nothing = [None] * len(self.arrays)
-        axes = self.axes or nothing
-        units = self.units or nothing
-        terms = zip(self.arrays, axes, units, strict=True)
-        return [(array, self.p, along, unit) for array, along, unit in terms]
+        axes: Sequence[Axes] = self.axes or [None] * len(self.arrays)
+        return [(array, self.p, along) for array, along in zip(self.arrays, axes, strict=True)]
 
     def in_blocks(self, rows: Sequence[Any] | View) -> list[Any]:
         """Return the rows of all norms grouped by block."""
@@ -511,10 +506,6 @@ class Backend(Generic[A]):
             return array
         return self.xp.stop_gradient(array)
 
-    def detach_all(self, arrays: list[A | None]) -> list[A | None]:
-        """Return arrays without recorded derivatives; ``None`` stays."""
-        return [array if array is None else self.detach(array) for array in arrays]
-
     def to_keep(self, arrays: list[A]) -> list[A]:
         """Return small arrays to read later, copied if a later step may overwrite them."""
         return list(map(self.detach, arrays))
@@ -544,19 +535,10 @@ class Backend(Generic[A]):
         """
         return None
 
-    @staticmethod
-    def fast_path_reads(leaf: Any) -> bool:
-        """Return whether the host reads the norm on the fast path of leaves like this one.
-
-        A rule with the policy ``"raise"`` needs the value. By default it is true without a look at
-        the leaf, since `fast_path` returns ``None`` for leaves that the host cannot read.
-        """
-        return True
-
     # Sums and products, for speed and memory.
 
     def sums(self, mode: int, terms: Terms) -> list[A]:
-        """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each norm,
+        """Return ``Σ|x|ᵖ`` (the largest modulus for p = ∞) of each norm,
         one array ``(k, *kept)`` for each block.
 
         Sums are float64 if possible. In the mode `HOST` they are NumPy arrays, and a sum of float64
@@ -740,32 +722,16 @@ def op_of(p: float) -> Op:
     return "max" if p == math.inf else "sum"
 
 
-def power_sum(backend: Backend[A], array: A, p: float, axes: Axes, unit: Any = None) -> A:
-    """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array,
-    large ones piece by piece.
-    """
-
-    def powers_of(piece: A, unit: Any) -> A:
-        if unit is not None:
-            piece = _modulus(backend, piece, unit)
-        return _powers(backend, piece, p, axes)
-
+def power_sum(backend: Backend[A], array: A, p: float, axes: Axes) -> A:
+    """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
     pieces = backend.pieces(array, axes)
     if pieces is None:
-        return powers_of(array, unit)
+        return _powers(backend, array, p, axes)
 
-    # If the first axis is summed, all pieces share the unit.
+    parts = [_powers(backend, piece, p, axes) for piece in pieces]
     if axes is None or 0 in axes:
-        return _combine(backend, [powers_of(piece, unit) for piece in pieces], op_of(p))
-
-    # Otherwise each piece has rows of the result, and of the unit.
-    parts = []
-    start = 0
-    for piece in pieces:
-        stop = start + piece.shape[0]
-        rows = None if unit is None else unit[start:stop, ...]
-        parts.append(powers_of(piece, rows))
-        start = stop
+        return _combine(backend, parts, op_of(p))
+    # Each piece has rows of the result.
     return backend.xp.concat(parts, axis=0)
 
 
@@ -793,7 +759,7 @@ def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
 
     # Real numbers need no wider dtype until they are summed if no power is taken.
     if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating"):
-        size = _modulus(backend, x)
+        size = modulus(backend, x)
     else:
         size = xp.abs(x)
 
@@ -810,12 +776,10 @@ def _real_parts(xp: Namespace, x: A) -> list[A]:
     return [x]
 
 
-def _modulus(backend: Backend[A], x: A, unit: Any = None) -> A:
+def modulus(backend: Backend[A], x: A, unit: Any = 1) -> A:
     """Return ``|x/unit|`` in the precision of sums; no square of a complex number overflows."""
     xp = backend.xp
-    sizes: list[A] = [xp.abs(_wide(backend, part)) for part in _real_parts(xp, x)]
-    if unit is not None:
-        sizes = [size / unit for size in sizes]
+    sizes: list[A] = [xp.abs(_wide(backend, part)) / unit for part in _real_parts(xp, x)]
     if len(sizes) == 1:
         return sizes[0]
 
@@ -859,7 +823,7 @@ def sum_long_squares(
     sums = []
     long = {}
     for number, term in enumerate(terms.by_array()):
-        array, _, axes, _ = term
+        array, _, axes = term
         total = float32_sum(array) if axes is None else None
         if total is None:
             total = power_sum(backend, *term)

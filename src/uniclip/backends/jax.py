@@ -232,12 +232,6 @@ def _squares_on_host(arrays: list[jax.Array], lengths: list[int]) -> View:
 
 
 @_compiled
-def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return copies."""
-    return list(map(jnp.copy, arrays))
-
-
-@_compiled
 def _scale_all(arrays: list[jax.Array], factors: jax.Array | list[jax.Array]) -> list[jax.Array]:
     """Return each array times its factor."""
     return [_product(array, factors[number]) for number, array in enumerate(arrays)]
@@ -573,8 +567,6 @@ class _JAX(Backend[jax.Array]):
 
     def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # The buffers may be donated later.
-        if _can_share_a_call(arrays):
-            return _copy(arrays)
         return list(map(jnp.copy, arrays))
 
     def sums(self, mode: int, terms: Terms) -> list[jax.Array]:
@@ -582,7 +574,7 @@ class _JAX(Backend[jax.Array]):
             return terms.in_blocks(_squares_on_host(terms.arrays, terms.counts))
         if mode == HOST:
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(np.asarray, terms.arrays))))
-        if mode == TRACED and terms.p == 2 and terms.units is None:
+        if mode == TRACED and terms.p == 2:
             return stack_terms(self, sum_long_squares(self, terms, self._float32_sum), terms)
         return super().sums(mode, terms)
 

@@ -534,9 +534,6 @@ class _NumPy(Backend[View]):
             for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
-    def unstack(self, array: View) -> list[View]:
-        return list(array)
-
     def pieces(self, array: View, axes: Axes = None) -> Iterable[View] | None:
         if axes is not None:
             return super().pieces(array, axes)
@@ -546,8 +543,8 @@ class _NumPy(Backend[View]):
 
 
 def sums_of_arrays(terms: Terms) -> list[View]:
-    """Return ``Σ|x/unit|ᵖ`` of each array."""
-    if terms.units is not None or terms.p != 2:
+    """Return ``Σ|x|ᵖ`` of each array."""
+    if terms.p != 2:
         return [power_sum(BACKEND, *term) for term in terms.by_array()]
 
     # A norm with a float64 array is float64, so its float32 arrays have to be as accurate.

@@ -311,7 +311,7 @@ class _TensorFlow(Backend[tf.Tensor]):
     def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(_view_memory, terms.arrays))))
-        if mode == TRACED and terms.p == 2 and terms.units is None:
+        if mode == TRACED and terms.p == 2:
             return stack_terms(self, sum_long_squares(self, terms, self._float32_sum), terms)
         return super().sums(mode, terms)
 

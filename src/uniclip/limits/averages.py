@@ -7,9 +7,9 @@ A step that is not finite leaves the averages unchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from uniclip._errors import below_one, nonnegative, set_frozen_fields, whole
+from uniclip._errors import Checks, at_least, below_one, nonnegative
 from uniclip._types import Flags, Limits, Norms, Tensor
 from uniclip.backends.base import cast
 from uniclip.limits.base import (
@@ -75,16 +75,12 @@ class Ema(StatefulLimit):
     warmup: int = 0
     warmup_norm: float = 1.0
 
-    def __post_init__(self) -> None:
-        """Validate the parameters."""
-        set_frozen_fields(
-            self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay)
-        )
-        set_frozen_fields(
-            self,
-            warmup=whole("warmup", self.warmup, 0),
-            warmup_norm=nonnegative("warmup_norm", self.warmup_norm),
-        )
+    checks: ClassVar[Checks] = {
+        "ratio": nonnegative,
+        "decay": below_one,
+        "warmup": at_least(0),
+        "warmup_norm": nonnegative,
+    }
 
     def init(self, norms: Norms, context: Context) -> Averages:
         """Return the state before the first norm."""
@@ -188,12 +184,7 @@ class SecondMoment(StatefulLimit):
     decay: float
     warmup: int = 0
 
-    def __post_init__(self) -> None:
-        """Validate the parameters."""
-        set_frozen_fields(
-            self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay)
-        )
-        set_frozen_fields(self, warmup=whole("warmup", self.warmup, 0))
+    checks: ClassVar[Checks] = {"factor": nonnegative, "decay": below_one, "warmup": at_least(0)}
 
     def init(self, norms: Norms, context: Context) -> Averages:
         """Return the state before the first norm."""
@@ -242,11 +233,11 @@ class MeanOverRms(StatefulLimit):
     square_decay: float
     eps: float = 1e-8
 
-    def __post_init__(self) -> None:
-        """Validate the parameters."""
-        for name in ("mean_decay", "square_decay"):
-            set_frozen_fields(self, **{name: below_one(name, getattr(self, name))})
-        set_frozen_fields(self, eps=nonnegative("eps", self.eps))
+    checks: ClassVar[Checks] = {
+        "mean_decay": below_one,
+        "square_decay": below_one,
+        "eps": nonnegative,
+    }
 
     def init(self, norms: Norms, context: Context) -> MeansAndSquares:
         """Return the state before the first norm."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip._errors import Printed
+from uniclip._errors import Checked
 from uniclip._types import DType, Flags, Limits, Namespace, Norms, Number, State, Tensor
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ MaxNorm: TypeAlias = Number | Limit
 """The type of arguments that are limits."""
 
 
-class BuiltIn(Printed, Limit):
+class BuiltIn(Checked, Limit):
     """One of uniclip's limits."""
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from uniclip._errors import (
     LIMIT,
+    Checks,
     Printed,
     check,
     flag,
@@ -55,9 +57,9 @@ class Constant(BuiltIn):
 
     value: Number
 
-    def __post_init__(self) -> None:
-        """Validate the limit."""
-        set_frozen_fields(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
+    checks: ClassVar[Checks] = {
+        "value": lambda _, value: nonnegatives("max_norm, the limit,", value, LIMIT)
+    }
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
@@ -138,12 +140,11 @@ class Relative(BuiltIn):
 
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
 
-    def __post_init__(self) -> None:
-        """Validate the ratio."""
-        set_frozen_fields(
-            self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps)
-        )
+    checks: ClassVar[Checks] = {"ratio": nonnegative, "eps": nonnegative}
 
+    def __post_init__(self) -> None:
+        """Validate the parameters."""
+        super().__post_init__()
         # The shapes of norms are not known before a step.
         is_array = self.counts is None or hasattr(self.counts, "shape")
         check("counts", self.counts, is_array, "an array, one number for each norm")
@@ -203,10 +204,9 @@ class TrustRatio(BuiltIn):
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
     elementwise: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Validate the parameters."""
-        for name in ("lr", "trust_coefficient", "weight_decay"):
-            set_frozen_fields(self, **{name: nonnegative(name, getattr(self, name))})
+    checks: ClassVar[Checks] = dict.fromkeys(
+        ("lr", "trust_coefficient", "weight_decay"), nonnegative
+    )
 
     def __call__(self, norms: Norms, state: NoState, context: Context) -> tuple[Limits, NoState]:
         """Return limits relative to the parameters; a parameter of zeros limits nothing."""
@@ -241,13 +241,7 @@ class Split(BuiltIn):
     total: Number
     by_size: bool = False
 
-    def __post_init__(self) -> None:
-        """Validate the limit."""
-        set_frozen_fields(
-            self,
-            total=nonnegative("total", self.total, LIMIT),
-            by_size=flag("by_size", self.by_size),
-        )
+    checks: ClassVar[Checks] = {"total": partial(nonnegative, hint=LIMIT), "by_size": flag}
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip._errors import check_range, flag, nonnegative, positive, set_frozen_fields, whole
+from uniclip._errors import Checks, at_least, check_range, flag, nonnegative, positive
 from uniclip._types import DType, Limits, Namespace, Norms, Tensor
 from uniclip.backends.base import cast
 from uniclip.limits.base import Context, StatefulLimit, align, push, zero_counts, zeros
 
 _Host: TypeAlias = np.ndarray[Any, Any]
 
+_percentage = partial(check_range, low=0, high=100)
 _RANK_TOLERANCE = 1e-6
 """The relative distance up to which a position is a rank, but for rounding.
 
@@ -76,14 +78,7 @@ class Percentile(StatefulLimit):
 
     in_range: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Validate the percentile and the window."""
-        set_frozen_fields(
-            self,
-            percentile=check_range("percentile", self.percentile, 0, 100),
-            window=whole("window", self.window, 1),
-        )
-        set_frozen_fields(self, filled=flag("filled", self.filled))
+    checks: ClassVar[Checks] = {"percentile": _percentage, "window": at_least(1), "filled": flag}
 
     def init(self, norms: Norms, context: Context) -> History:
         """Return the state before the first norm: empty windows."""
@@ -93,14 +88,11 @@ class Percentile(StatefulLimit):
         """Add the norms to the windows, and compute the percentiles."""
         xp = context.xp
         history = push(xp, state.norms, norms)
+        count = xp.clip(state.norm_count + 1, 0, self.window)
         if self.filled:
             is_first = align(xp, state.norm_count, history) < 1
             history = xp.where(is_first, xp.expand_dims(norms, axis=1), history)
-            count = xp.full_like(state.norm_count, self.window)
-            limits = _percentile_of(xp, self.percentile, history)
-            return limits, History(history, count)
-
-        count = xp.clip(state.norm_count + 1, 0, self.window)
+            count = xp.full_like(count, self.window)
         new_state = History(history, count)
         if not isinstance(history, np.ndarray):
             present = xp.astype(count, norms.dtype)
@@ -146,9 +138,7 @@ class PercentileOfAll(StatefulLimit):
     """The same for wider dtypes."""
     bins_wide: ClassVar[int] = 145_600
 
-    def __post_init__(self) -> None:
-        """Validate the percentile."""
-        set_frozen_fields(self, percentile=check_range("percentile", self.percentile, 0, 100))
+    checks: ClassVar[Checks] = {"percentile": _percentage}
 
     def init(self, norms: Norms, context: Context) -> Histogram:
         """Return the state before the first norm: empty histograms."""
@@ -243,17 +233,17 @@ class TrackedQuantile(StatefulLimit):
     min: float = 0.0
     max: float = math.inf
 
+    checks: ClassVar[Checks] = {
+        "quantile": partial(check_range, low=0, high=1, hint=" (a share: 0.5 for 50%)"),
+        "rate": nonnegative,
+        "start": positive,
+        "min": partial(check_range, low=0, high=math.inf),
+        "max": positive,
+    }
+
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        set_frozen_fields(
-            self, quantile=check_range("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50%)")
-        )
-        set_frozen_fields(
-            self, rate=nonnegative("rate", self.rate), start=positive("start", self.start)
-        )
-        set_frozen_fields(
-            self, min=check_range("min", self.min, 0, math.inf), max=positive("max", self.max)
-        )
+        super().__post_init__()
         if not self.min <= self.start <= self.max:
             msg = (
                 f"start must be between min and max, got start={self.start}, min={self.min}, "
@@ -315,22 +305,6 @@ def _ranks(
     low = xp.astype(floor, xp.int32)
     high = xp.minimum(low + 1, count - 1)
     return low, high, position - floor
-
-
-def _percentile_of(xp: Namespace, percentile: float, history: Tensor) -> Tensor:
-    """Return the percentile of each row of a full window."""
-    window = history.shape[1]
-    position = (window - 1) * (percentile / 100)
-    nearest = round(position)
-    if abs(position - nearest) <= _RANK_TOLERANCE * (1 + position):
-        position = nearest
-
-    low = math.floor(position)
-    high = min(low + 1, window - 1)
-    ascending = xp.sort(history, axis=1)
-    lower = ascending[:, low, ...]
-    upper = ascending[:, high, ...]
-    return lower + (position - low) * (upper - lower)
 
 
 def _interpolate(context: Context, history: Tensor, present: Tensor, position: Tensor) -> Tensor:

@@ -10,15 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
-from uniclip._errors import (
-    below_one,
-    check_range,
-    flag,
-    nonnegative,
-    one_of,
-    set_frozen_fields,
-    whole,
-)
+from uniclip._errors import Checks, at_least, below_one, check_range, flag, nonnegative, one_of
 from uniclip._types import Flags, Limits, Namespace, Norms, Tensor
 from uniclip.limits.base import (
     LARGEST,
@@ -101,18 +93,19 @@ class ZScore(StatefulLimit):
         """Whether `LARGEST` keeps limits and thresholds in range: all but huge factors do."""
         return self.clip_factor == 1 and self.z * (1 + self.eps) < LARGEST
 
+    checks: ClassVar[Checks] = {
+        "z": nonnegative,
+        "decay": below_one,
+        # One norm has no standard deviation.
+        "warmup": at_least(2),
+        "eps": nonnegative,
+        "clip_factor": nonnegative,
+        "skip_update_on_spike": flag,
+    }
+
     def __post_init__(self) -> None:
         """Validate the parameters."""
-        set_frozen_fields(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
-        set_frozen_fields(
-            self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike)
-        )
-        set_frozen_fields(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
-        set_frozen_fields(self, eps=nonnegative("eps", self.eps))
-
-        # One norm has no standard deviation.
-        set_frozen_fields(self, warmup=whole("warmup", self.warmup, 2))
-
+        super().__post_init__()
         one_of("target", self.target, get_args(Target))
         if self.clip_factor != 1 and self.target != "reciprocal":
             msg = (
@@ -208,10 +201,7 @@ class LogZScore(StatefulLimit):
     decay: float
     eps: float = 1e-8
 
-    def __post_init__(self) -> None:
-        """Validate the parameters."""
-        set_frozen_fields(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
-        set_frozen_fields(self, eps=nonnegative("eps", self.eps))
+    checks: ClassVar[Checks] = {"z": nonnegative, "decay": below_one, "eps": nonnegative}
 
     def init(self, norms: Norms, context: Context) -> Moments:
         """Return the state before the first norm."""
@@ -278,10 +268,11 @@ class RollingZScore(StatefulLimit):
 
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
 
+    checks: ClassVar[Checks] = {"z": nonnegative, "window": at_least(2), "warmup": at_least(2)}
+
     def __post_init__(self) -> None:
         """Validate the parameters; in a window shorter than the warm-up no norm is a spike."""
-        set_frozen_fields(self, z=nonnegative("z", self.z), window=whole("window", self.window, 2))
-        set_frozen_fields(self, warmup=whole("warmup", self.warmup, 2))
+        super().__post_init__()
         check_range("warmup", self.warmup, 2, self.window)
 
     def init(self, norms: Norms, context: Context) -> NormsAndLosses:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -316,7 +315,6 @@ def sums_on_host(backend: _Torch, terms: Terms) -> list[View]:
     # NumPy's calls take less time than PyTorch's, but for other powers of long arrays.
     arrays = terms.arrays
     axes = terms.axes
-    units = terms.units
     in_numpy = [
         number
         for number, array in enumerate(arrays)
@@ -325,13 +323,11 @@ def sums_on_host(backend: _Torch, terms: Terms) -> list[View]:
     terms_in_numpy = terms._replace(
         arrays=list(map(host_view, take(arrays, in_numpy))),
         axes=axes and take(axes, in_numpy),
-        units=units and take(units, in_numpy),
     )
     sums = dict(zip(in_numpy, sums_of_arrays(terms_in_numpy), strict=True))
 
-    tensor_terms = terms._replace(units=units and list(map(torch.as_tensor, units)))
     with torch.no_grad():
-        for number, term in enumerate(tensor_terms.by_array()):
+        for number, term in enumerate(terms.by_array()):
             if number not in sums:
                 sums[number] = host_view(power_sum(backend, *term))
     return stack_terms(DEFAULT, take(sums, range(len(arrays))), terms)
@@ -500,7 +496,6 @@ class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
     fast_path = staticmethod(fast_path)
-    fast_path_reads = staticmethod(attrgetter("is_cpu"))  # type: ignore[assignment]
     bound = staticmethod(bound)
 
     def signature(self, leaves: list[Any]) -> tuple[Hashable, ...] | None:
@@ -589,7 +584,7 @@ class _Torch(dtensor.Distributed):
         if mode == HOST:
             return sums_on_host(self, terms)
         arrays = terms.arrays
-        are_squares = mode == LIBRARY and terms.p == 2 and terms.units is None
+        are_squares = mode == LIBRARY and terms.p == 2
         if not are_squares or any([array.is_complex() for array in arrays]):
             return super().sums(mode, terms)
 
@@ -604,7 +599,7 @@ class _Torch(dtensor.Distributed):
         return super().sums(mode, terms)
 
     def norms(self, terms: Terms, dtype: torch.dtype) -> tuple[list[Array], list[Array]] | None:
-        if dtype is not torch.float32 or terms.units is not None or terms.p != 2:
+        if dtype is not torch.float32 or terms.p != 2:
             return None
         kernels = kernels_on(terms.arrays[0].device)
         if kernels is None:
@@ -815,9 +810,6 @@ class _Torch(dtensor.Distributed):
                 own_rows = [operand[rows] for operand in expanded]
                 array[rows].copy_(function(array[rows], *own_rows))
 
-    def unstack(self, array: Array) -> list[Array]:
-        return list(array.unbind())
-
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
     ) -> list[Array]:
@@ -828,12 +820,6 @@ class _Torch(dtensor.Distributed):
 
     def detach(self, array: Array) -> Array:
         return array.detach()
-
-    def detach_all(self, arrays: list[Array | None]) -> list[Array | None]:
-        if tracing() or not set(map(type, arrays)) <= _REGULAR:
-            return super().detach_all(arrays)
-        # No Python code runs for each array.
-        return list(map(torch.Tensor.detach, arrays))
 
     def computation_context(self, first: Array | None = None) -> AbstractContextManager[object]:
         default_device = default_device_of(first)
