@@ -209,6 +209,8 @@ class Payload(NamedTuple):
 
     losses: list[Any] | None = None
     """The sum of the losses, and their number."""
+    nonfinite_arrays: list[Any] | None = None
+    """The number of arrays with elements that are not finite."""
     present: list[Any] | None = None
     """The number of gradients of each norm, an array for each block."""
     sizes: list[Any] | None = None
@@ -339,7 +341,7 @@ class Collectives:
         norms = sorted(enumerate(plan.members), key=lambda norm: norm[1][:1])
         # What is added to each norm: those of the first tree, then those of the next.
         addends: list[list[Any]] = [[] for _ in range(len(norms) * len(sums))]
-        extras = Payload(payload.losses)
+        extras = Payload(payload.losses, payload.nonfinite_arrays)
         # `None` is for leaves that are whole in this process.
         for group in (None, *self._groups):
             partial_sums = {}

@@ -79,8 +79,20 @@ class Measured(NamedTuple):
     """Whether all elements are finite, ``None`` if that was not checked."""
 
 
-def measure(plan: Plan, inputs: StepInputs) -> Measured:
-    """Measure what a step needs. Processes exchange everything together with the first sum."""
+def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
+    """Measure what a step needs.
+
+    Processes exchange everything together with the first sum.
+
+    Parameters
+    ----------
+    plan : Plan
+    inputs : StepInputs
+        The policy ``"zero"`` may have replaced elements in the gradients.
+    original : OpenedTree
+        The gradients in which elements that are not finite are counted: those before such a
+        replacement. Any will do if the caller drops the count.
+    """
     rule = inputs.rule
     math_ = plan.math
     collectives = plan.collectives
@@ -93,18 +105,22 @@ def measure(plan: Plan, inputs: StepInputs) -> Measured:
     with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
         exchange = None
         if collectives is not None:
-            payload = _make_payload(plan, inputs)
+            payload = _make_payload(plan, inputs, original)
             exchange = Exchange(collectives, trees, payload)
 
         measured = _measure_norms(plan, inputs, trees, exchange)
-        if exchange is None and "loss" not in rule.limit.needs:
+        if exchange is None and "loss" not in rule.limit.needs and rule.nonfinite != "zero":
             return measured
 
         reduced = Payload() if exchange is None else exchange.reduced_payload()
         present = None
         if reduced.present is not None:
             present = math_.as_norms([count > 0 for count in reduced.present])
-        return measured._replace(present=present, loss=_find_loss(plan, inputs, reduced))
+        return measured._replace(
+            present=present,
+            loss=_find_loss(plan, inputs, reduced),
+            elements_finite=_are_elements_finite(rule, plan, original, reduced),
+        )
 
 
 def _measure_norms(
@@ -163,16 +179,49 @@ def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     return [norm + (norm - norm) for norm in norms]
 
 
-def _make_payload(plan: Plan, inputs: StepInputs) -> Payload:
+def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Payload:
     """Return what processes exchange in a step beside sums."""
     rule = inputs.rule
     collectives: Any = plan.collectives
     losses = collectives.loss_sums(inputs.step.loss) if "loss" in rule.limit.needs else None
+    # The host sees elements that are not finite in the norms, unless others hold shards of these.
+    nonfinite_arrays = None
+    if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
+        nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.norms_sharded:
         present = plan.count_gradients()
     sizes = count_elements(plan, inputs.trees[0]) if plan.counts_elements else None
-    return Payload(losses, present, sizes)
+    return Payload(losses, nonfinite_arrays, present, sizes)
+
+
+def _are_elements_finite(
+    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload
+) -> Flags | None:
+    """Return whether all elements are finite, ``None`` if that was not checked."""
+    if rule.nonfinite != "zero":
+        return None
+    if reduced.nonfinite_arrays is not None:
+        return reduced.nonfinite_arrays[0] < 1
+    # The host sees them in the norms.
+    if plan.math.host:
+        return None
+    return _count_nonfinite(plan, original) < 1
+
+
+def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
+    """Return how many arrays have elements that are not finite."""
+    library = plan.math.library
+    xp = plan.math.library.xp
+    counts = []
+    for number in tree.leaf_info.present:
+        array = tree.arrays[number]
+        # Arrays may be on several devices, and a library creates new ones on a single one.
+        with library.computation_context(array):
+            nonfinite = xp.logical_not(xp.all(xp.isfinite(array)))
+            counts.append(xp.astype(nonfinite, plan.math.sum_dtype))
+
+    return plan.math.add(counts, "sum")
 
 
 def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload) -> Tensor | None:

@@ -139,9 +139,10 @@ def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues
     """Return the gradients to multiply, what the report is made of, and the next state."""
     rule = inputs.rule
     tree = inputs.trees[0]
-    measured = measure(plan, inputs)
     if rule.nonfinite == "zero":
-        tree, measured = _zero_and_measure_again(plan, inputs, measured)
+        tree, measured = _measure_and_zero(plan, inputs)
+    else:
+        measured = measure(plan, inputs, tree)
 
     step_finite = None
     if rule.needs_finite:
@@ -265,23 +266,28 @@ def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measure
     return finite
 
 
-def _zero_and_measure_again(
-    plan: Plan, inputs: StepInputs, measured: Measured
-) -> tuple[OpenedTree, Measured]:
-    """Return gradients with 0 for elements that are not finite, and what is measured then."""
-    tree = inputs.trees[0]
-    finite = plan.math.finite(measured.norms, None)
-    # All processes measure again, or none.
-    if plan.collectives is not None:
-        [finite] = plan.collectives.true_in_all_shards([finite])
-    measured = measured._replace(elements_finite=finite)
-    if plan.math.host and bool(finite):
-        return tree, measured
+def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measured]:
+    """Return gradients with 0 for elements that are not finite, and what is measured then.
 
+    If the host reads the norms, only gradients with such elements are measured twice.
+    """
+    tree = inputs.trees[0]
+    if not plan.math.host:
+        zeroed = _zero_nonfinite(plan, tree)
+        of_zeroed = inputs._replace(trees=[zeroed, *inputs.trees[1:]])
+        return zeroed, measure(plan, of_zeroed, tree)
+
+    measured = measure(plan, inputs, tree)
+    # Processes that hold shards have counted together, so that all of them measure again, or none.
+    # Others have not counted, and look at their norms.
+    if measured.elements_finite is None:
+        measured = measured._replace(elements_finite=plan.math.finite(measured.norms, None))
+    if bool(measured.elements_finite):
+        return tree, measured
     # The norms change. The rest, such as those of parameters, is kept from the first time.
     zeroed = _zero_nonfinite(plan, tree)
     of_zeroed = inputs._replace(trees=[zeroed], step=inputs.step._replace(loss=None))
-    again = measure(plan, of_zeroed)
+    again = measure(plan, of_zeroed, zeroed)
     return zeroed, measured._replace(norms=again.norms, finite_norms=again.finite_norms)
 
 
