@@ -80,11 +80,15 @@ class Clipper:
         Stateful or stateless.
     record : uniclip.insight.Recorder, optional
         Records each step.
+    resume : bool, default True
+        ``False`` begins anew: `load_state_dict` ignores the state that it gets, such as that of
+        another rule. For the first run with a new rule that resumes from an old checkpoint.
 
     Attributes
     ----------
     rule : Rule
     record : Recorder or None
+    resume : bool
     report : Report or None
         The report of the last step; ``None`` before the first step.
     state : tree of arrays or None
@@ -113,11 +117,14 @@ class Clipper:
     50.0
     """
 
-    def __init__(self, rule: AnyRule, record: Recorder | None = None) -> None:
+    def __init__(
+        self, rule: AnyRule, record: Recorder | None = None, *, resume: bool = True
+    ) -> None:
         wanted = 'a recorder, such as uniclip.insight.Recorder("run.jsonl")'
         check("record", record, record is None or hasattr(record, "norms_of"), wanted)
         self.rule = as_rule(rule)
         self.record = record
+        self.resume = resume
         # The header of the file names the rule.
         if record is not None:
             record.describe(self.rule)
@@ -273,7 +280,8 @@ class Clipper:
         ----------
         saved : dict
             It is copied, and converted to arrays like those of the state, or at the first step,
-            which knows the framework, the dtypes and the shapes. An empty dict starts over.
+            which knows the framework, the dtypes and the shapes. An empty dict starts over, and so
+            does any with ``resume=False``.
 
         Raises
         ------
@@ -285,7 +293,7 @@ class Clipper:
             loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
-        if not saved:
+        if not saved or not self.resume:
             self._last = _Last()
             return
 
@@ -426,13 +434,13 @@ class Clipper:
 
         return leaves, flat.spec
 
-    def hold_report(self, report: Report) -> None:
-        """Keep the report of a step that an integration clipped itself,
-        by a stateless rule.
+    def hold_report(self, report: Report | None) -> None:
+        """Keep the report of a step that an integration clipped itself, by a stateless rule;
+        ``None`` for a step in which nothing was clipped.
         """
         # Not `_replace`, which takes a microsecond of each step.
         self._last = _Last(self._last.state, report, *self._last[2:])
-        if self._window is not None:
+        if self._window is not None and report is not None:
             self._window.add(report)
 
     def _see(self, report: Report, loss: Any, norms: Any) -> None:

@@ -42,7 +42,10 @@ from uniclip.scopes import FanIn, Scope, everything
 FORMAT = 2
 """The version that is written and read; a state without a version is read as this one."""
 _ENTRIES = ("rule", "leaves", "state")
-_START_OVER = "start with empty state by loading {}"
+_START_OVER = (
+    "begin anew by resume=False in attach, Clipper, ClipGradients or ClippedTrainer, or elsewhere "
+    "by loading {}"
+)
 _MAX_LABELS = 5
 """The number of leaves or groups that an error names."""
 

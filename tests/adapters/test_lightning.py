@@ -358,7 +358,8 @@ def test_parameters_outside_of_the_module() -> None:
         torch.nn.Parameter(torch.zeros(2)),
     )
     module.make = lambda _: torch.optim.SGD([outside])
-    fit(module, BATCHES[:1], callback)
+    with pytest.warns(UserWarning, match="no parameter had a gradient"):
+        fit(module, BATCHES[:1], callback)
     assert callback.handles[0].numbers()["leaves"] == [["[0][0]"]]
 
 

@@ -243,7 +243,11 @@ def test_shared_and_absent_gradients(fused: bool) -> None:
     torch.testing.assert_close([a.detach(), b.detach()], [torch.tensor([-0.6, -0.8])] * 2)
     assert unused.grad is None
     optimizer.zero_grad()
-    # There is nothing to clip.
+    # There is nothing to clip, which warns once, and no report of the step before is left.
+    with pytest.warns(UserWarning, match="no parameter had a gradient"):
+        optimizer.step()
+    assert handle.report is None
+    assert handle.scalars() == {}
     optimizer.step()
     assert not unused.any()
 
@@ -314,17 +318,19 @@ def test_a_captured_step_that_may_be_skipped() -> None:
 
 
 def test_one_rule_for_each_optimizer() -> None:
-    """A second rule is refused, through wrappers, too.
+    """A second rule is refused, in lists, too; a wrapper of an unknown class is no optimizer.
 
     After ``remove`` the optimizer is as it was.
     """
     w, record = five(), insight.Recorder(lambda row: None)
     optimizer = SGD([w], lr=1.0)
     # The recorder looks for earlier steps.
-    handle = attach(Wrapper(Wrapper(optimizer)), uc.autoclip(), record=record)
-    for again in (optimizer, Wrapper(optimizer)):
+    handle = attach(optimizer, uc.autoclip(), record=record)
+    for again in (optimizer, [SGD([five()]), optimizer]):
         with pytest.raises(ValueError, match=r"remove\(\)"):
             attach(again, uc.by_global_norm(1.0))
+    with pytest.raises(TypeError, match="attach to the optimizer inside"):
+        attach(Wrapper(optimizer), uc.by_global_norm(1.0))
     assert "uniclip" in optimizer.state_dict()
     handle.remove()
     assert "uniclip" not in optimizer.state_dict()
@@ -339,12 +345,16 @@ def test_one_rule_for_each_optimizer() -> None:
 
 
 def test_copies() -> None:
-    """A copy of an optimizer has no rule, handles cannot be copied, and none keeps it alive."""
+    """A copy of an optimizer has no rule, which its first step says; handles cannot be copied, and
+    none keeps it alive.
+    """
     optimizer = Adam([five()], fused=True)
     handle = attach(optimizer, uc.by_global_norm(1.0))
     copied = copy.deepcopy(optimizer)
     (w,) = copied.param_groups[0]["params"]
     w.grad = torch.tensor([3.0, 4.0])
+    with pytest.warns(UserWarning, match="this Adam is a copy"):
+        copied.step()
     copied.step()
     assert w.grad.tolist() == [3, 4]
     for way in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -429,12 +439,12 @@ class Deeper(Nested):
 
 
 def test_a_class_that_inherits_its_step() -> None:
-    """A class that inherits its step is wrapped by PyTorch, and its instance stays unchanged."""
+    """A class that inherits its step is wrapped by PyTorch; its instance gets only a step."""
     kind = type("Inherits", (SGD,), {"step": Optimizer.profile_hook_step(unwrap(SGD.step))})
     optimizer = kind([five()], lr=0.1)
     before = set(vars(optimizer))
     attach(optimizer, uc.by_global_norm(1.0))
-    assert set(vars(optimizer)) == before
+    assert set(vars(optimizer)) == before | {"step"}
 
 
 @pytest.mark.parametrize("kind", [SGD, Nested, Deeper])
@@ -500,7 +510,8 @@ def test_a_step_inside_a_step_that_fails() -> None:
     torch.testing.assert_close(w.detach(), torch.tensor([-2.4, -3.2]))
     (other,) = copied.param_groups[0]["params"]
     other.grad = torch.tensor([3.0, 4.0])
-    copied.step()
+    with pytest.warns(UserWarning, match="is a copy"):
+        copied.step()
     assert other.tolist() == [-12.0, -16.0]
     handle.remove()
     assert "step" not in vars(optimizer)

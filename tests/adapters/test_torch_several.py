@@ -232,20 +232,18 @@ def moved(*params: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper])
-def test_one_norm_over_all(kind: Any, wrap: Any) -> None:
+def test_one_norm_over_all(kind: Any) -> None:
     """All parameters share a norm in any combination, and removal stops the clipping."""
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
-    handle = attach(wrap(outer), uc.by_global_norm(1.0))
+    handle = attach(outer, uc.by_global_norm(1.0))
     outer.step()
     assert handle.report.norms.item() == 13
     assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
     assert handle.optimizer is outer
 
-    for again in (outer, *outer.optimizers):
-        with pytest.raises(ValueError, match=r"remove\(\)"):
-            attach(again, uc.by_global_norm(1.0))
+    with pytest.raises(ValueError, match=r"remove\(\)"):
+        attach(outer, uc.by_global_norm(1.0))
     handle.remove()
     one.grad, other.grad = ONE.clone(), OTHER.clone()
     outer.step()
@@ -278,30 +276,47 @@ def test_schedulers(kind: Any, first: str) -> None:
 
 
 def test_parameters_of_its_own() -> None:
-    """Parameters of the outer and of the inner optimizer share a norm."""
+    """Parameters of an inner optimizer that the groups of the outer one lack raise before they
+    move; a list of both has one norm.
+    """
     one, other = both()
     optimizer = OwnParameters(one, other)
     handle = attach(optimizer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="not in its param_groups"):
+        optimizer.step()
+    assert not other.any()
+    handle.remove()
+
+    one.grad, other.grad = ONE.clone(), OTHER.clone()
+    one.data.zero_()
+    handle = attach([optimizer, optimizer.adam], uc.by_global_norm(1.0))
     optimizer.step()
     assert handle.report.norms.item() == 13
     torch.testing.assert_close(one.detach(), -ONE / 13)
 
 
-def test_a_second_optimizer_beside_one() -> None:
-    """An object with a second optimizer beside ``optimizer`` is no wrapper."""
+def test_a_wrapper_of_an_unknown_class() -> None:
+    """An object without groups is refused, whatever it holds; a list of what it steps works."""
     one, other = both()
     outer = Wrapper(SGD([one], lr=1.0))
     outer.second = SGD([other], lr=1.0)
-    outer.step = lambda: [outer.optimizer.step(), outer.second.step()]
-    handle = attach(outer, uc.by_global_norm(1.0))
+    plain = type("Loop", (), {"step": lambda self: None})()
+    for wrong in (outer, plain):
+        with pytest.raises(TypeError, match=r"optimizer inside|attach\(\[muon, adamw\], rule\)"):
+            attach(wrong, uc.by_global_norm(1.0))
+    handle = attach([outer.optimizer, outer.second], uc.by_global_norm(1.0))
     outer.step()
+    outer.second.step()
     assert handle.report.norms.item() == 13
     assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_that_are_loaded(kind: Any) -> None:
-    """After ``load_state_dict`` replaces groups, each parameter still counts once."""
+    """After ``load_state_dict`` replaces groups, each parameter still counts once.
+
+    A group that is added only inside raises, unless the outer groups are those inside.
+    """
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
     handle = attach(outer, uc.by_global_norm(1.0))
@@ -313,8 +328,12 @@ def test_groups_that_are_loaded(kind: Any) -> None:
         inside.add_param_group({"params": params_of(torch.tensor([84.0]))})
         break
     one.grad, other.grad = ONE.clone(), OTHER.clone()
-    outer.step()
-    assert handle.report.norms.item() == 85
+    if kind in {WithoutInit, Plain}:
+        outer.step()
+        assert handle.report.norms.item() == 85
+    else:
+        with pytest.raises(RuntimeError, match="not in its param_groups"):
+            outer.step()
 
 
 def test_one_parameter_in_two_optimizers() -> None:
@@ -345,12 +364,9 @@ def test_names() -> None:
 class SAM(Optimizer):
     """An optimizer that climbs before it steps, with an inner optimizer."""
 
-    def __init__(self, params: Any, inside: str, held: Callable[[Any], Any]) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {})
         self.base = SGD(self.param_groups, lr=1.0)
-        setattr(self, inside, held(self.base))
-        # A reference to itself is no other optimizer.
-        self.me = self
 
     def first_step(self) -> None:
         """Climb along the gradient."""
@@ -374,24 +390,19 @@ class SAM(Optimizer):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(
-    ("inside", "held"),
-    [
-        ("base_optimizer", lambda one: one),
-        ("_inner", lambda one: [None, one]),
-        ("opts", lambda one: {"body": one}),
-        ("wrapped", lambda one: (Wrapper(one),)),
-    ],
-)
-def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, whole: bool) -> None:
-    """A wrapper may have exactly the parameters of its inner optimizer, under any name.
-
-    Both ways to step are clipped in the inner step.
+def test_sam(*, whole: bool) -> None:
+    """SAM is clipped by the optimizer whose ``step()`` the loop calls: SAM itself, or, in its form
+    of two steps, the one inside. Attached to the other one, a step raises before it moves anything.
     """
     w = five()
-    optimizer = SAM([w], inside, held)
-    handle = attach(Wrapper(optimizer), uc.by_global_norm(1.0))
-    assert handle.optimizer is optimizer.base
+    optimizer = SAM([w])
+    wrong = attach(optimizer.base if whole else optimizer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="past the step"):
+        (optimizer.step if whole else optimizer.second_step)()
+    wrong.remove()
+    w.data.zero_()
+
+    attach(optimizer if whole else optimizer.base, uc.by_global_norm(1.0))
     if whole:
         optimizer.step()
     else:
@@ -402,9 +413,9 @@ def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, wh
 
 
 def test_a_class_of_pytorch_that_holds_a_part() -> None:
-    """A PyTorch class steps its parameters itself, so an inner optimizer of these is ignored.
+    """An inner optimizer of the same parameters changes nothing.
 
-    An inner optimizer of other parameters is clipped, too.
+    One of other parameters raises, and is clipped in a list.
     """
     optimizer = SGD([five()], lr=1.0)
     optimizer.part = SGD(optimizer.param_groups[0]["params"], lr=1.0)
@@ -414,7 +425,13 @@ def test_a_class_of_pytorch_that_holds_a_part() -> None:
     kind = type("Both", (SGD,), {"step": lambda self: (SGD.step(self), self.muon.step())})
     outer = kind([one], lr=1.0)
     outer.muon = SGD([other], lr=1.0)
-    attach(outer, uc.by_global_norm(1.0))
+    handle = attach(outer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="attach to the optimizer inside, or to a list"):
+        outer.step()
+    handle.remove()
+    one.data.zero_()
+    one.grad = ONE.clone()
+    attach([outer, outer.muon], uc.by_global_norm(1.0))
     outer.step()
     assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
 
@@ -432,7 +449,7 @@ def test_an_inner_step_by_itself() -> None:
     assert all(len(one.state) == 1 for one in outer.optimizers)
     assert handle.report is None
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="outside of the step of Combined"):
+    with pytest.raises(RuntimeError, match="AdamW took a step past the step"):
         outer.optimizers[1].step()
     outer.step()
     assert handle.report.norms.item() == pytest.approx(math.sqrt(3))
@@ -441,31 +458,30 @@ def test_an_inner_step_by_itself() -> None:
 
 
 def test_an_optimizer_inside_that_did_not_step() -> None:
-    """The outer step raises if an inner optimizer with gradients did not step.
-
-    Gradients that accumulate would be clipped at every step.
-    """
+    """Gradients of the groups are clipped at every step, whichever optimizers inside step."""
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
     outer.step = lambda: outer.optimizers[0].step()
-    attach(outer, uc.by_global_norm(1.0))
-    with pytest.raises(RuntimeError, match="without the SGD inside"):
-        outer.step()
-    other.grad = None
-    one.grad = ONE.clone()
+    handle = attach(outer, uc.by_global_norm(1.0))
     outer.step()
+    torch.testing.assert_close(other.grad, OTHER / 13)
+    one.grad = 3 * ONE
+    outer.step()
+    assert handle.report.norms.item() == pytest.approx(math.hypot(15, 12 / 13))
 
 
 def test_other_optimizers_inside() -> None:
-    """The step raises after an inner optimizer was added, until the rule is attached again."""
+    """The step raises after an inner optimizer was added, until its parameters have groups."""
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD(params_of(OTHER), lr=1.0))
     handle = attach(outer, uc.by_global_norm(1.0))
     outer.optimizers.append(SGD([other], lr=1.0))
-    with pytest.raises(RuntimeError, match="attach again"):
+    with pytest.raises(RuntimeError, match="not in its param_groups"):
         outer.step()
-    handle.remove()
-    handle = attach(outer, uc.by_global_norm(1.0))
+    assert not other.any()
+    one.grad = ONE.clone()
+    outer.optimizers[1].param_groups[0]["params"][0].grad = OTHER.clone()
+    outer.add_param_group({"params": [other]})
     outer.step()
     assert handle.report.norms.item() == pytest.approx(math.sqrt(13**2 + 12**2))
 
@@ -671,15 +687,17 @@ def test_a_warning_that_is_an_error() -> None:
 
 
 def test_copies() -> None:
-    """Copies and pickles have no rule, and step unclipped."""
+    """Copies and pickles have no rule: they step unclipped, and the first step says so."""
     outer = Plain(SGD([five()], lr=1.0), SGD(params_of(OTHER), lr=1.0))
     attach(outer, uc.by_global_norm(1.0))
     for copied in (copy.deepcopy(outer), pickle.loads(pickle.dumps(outer))):
         params = [p for group in copied.param_groups for p in group["params"]]
         for p, grad in zip(params, (ONE, OTHER), strict=True):
             p.grad = grad.clone()
-        copied.step()
+        with pytest.warns(UserWarning, match="this Plain is a copy"):
+            copied.step()
         assert moved(*params) == 13
+        assert "step" not in vars(copied)
 
 
 class WithoutHooks:
@@ -696,7 +714,7 @@ class WithoutHooks:
 def test_an_object_without_hooks() -> None:
     """An object without hooks is clipped like an optimizer, also by a rule that skips.
 
-    Inside an optimizer it needs the parameters of the groups there.
+    So is one inside of an object whose groups have its parameters.
     """
     w = five()
     optimizer = WithoutHooks([w])
@@ -714,10 +732,6 @@ def test_an_object_without_hooks() -> None:
     attach(outer, uc.by_global_norm(1.0))
     outer.step()
     assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
-    outer = Wrapper(SGD([five()]))
-    outer.second = WithoutHooks([five()])
-    with pytest.raises(TypeError, match="runs no hooks"):
-        attach(outer, uc.by_global_norm(1.0))
 
 
 def test_what_is_refused() -> None:
@@ -736,18 +750,19 @@ def test_what_is_refused() -> None:
 
 
 def test_many_optimizers_by_parameter() -> None:
-    """A combination with an optimizer for each parameter has one norm.
+    """A dict with an optimizer for each parameter has one norm.
 
     Errors print no tensor.
     """
     params = params_of(*[torch.ones(300)] * 148)
-    outer = Plain()
-    outer.settings = {p: SGD([p], lr=1.0) for p in params}
-    outer.step = lambda: None
-    handle = attach(outer, uc.by_global_norm(1.0))
-    with pytest.raises(RuntimeError, match="without the SGD inside") as error:
-        outer.step()
+    opts = {p: SGD([p], lr=1.0) for p in params}
+    handle = attach(opts, uc.by_global_norm(1.0))
+    for optimizer in opts.values():
+        optimizer.step()
     assert handle.report.norms.item() == pytest.approx(math.sqrt(300 * 148))
+    assert moved(*params) == pytest.approx(1.0, abs=1e-5)
+    with pytest.raises(RuntimeError, match="past the step") as error:
+        SGD(params, lr=1.0).step()
     assert len(str(error.value)) < 400
 
 
@@ -815,26 +830,21 @@ def test_what_a_removed_rule_keeps_alive() -> None:
         gc.enable()
 
 
-HELD: dict[str, Callable[[Any], Any]] = {
+CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "pairs": lambda one: [("name", one)],
     "set": lambda one: {one},
     "deque": lambda one: deque([one]),
     "key": lambda one: {one: "its scheduler"},
     "tuple in a dict": lambda one: {"muon": (one, None)},
+    "generator": lambda one: iter([one]),
 }
 
 
-@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
-def test_containers(held: Any) -> None:
-    """Optimizers are found in nested containers, also if the outer groups lack them."""
-    one, other = both()
-    outer = Wrapper(SGD([one], lr=1.0))
-    second = SGD([other], lr=1.0)
-    outer.others = held(second)
-    outer.step = lambda: [outer.optimizer.step(), second.step()]
-    handle = attach(outer, uc.by_global_norm(1.0))
-    outer.step()
-    assert handle.report.norms.item() == 13
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_containers(make: Any) -> None:
+    """Lists, tuples and dicts of optimizers are taken, but nothing is searched."""
+    with pytest.raises(TypeError, match="or be a list of these"):
+        attach(make(SGD([five()])), uc.by_global_norm(1.0))
 
 
 def test_optimizers_that_take_turns() -> None:
@@ -878,17 +888,18 @@ class Switches(Combined):
 
 
 def test_a_wrapper_that_moves_parameters_itself() -> None:
-    """A wrapper that moves parameters itself raises, since nothing clips.
-
-    A wrapper that waits, to accumulate gradients, does not.
+    """A wrapper that moves parameters itself is clipped at each of its steps, also at one in which
+    it only waits.
     """
     w = five()
     optimizer = Switches(SGD([w], lr=1.0))
     attach(optimizer, uc.by_global_norm(1.0))
-    with pytest.raises(RuntimeError, match="moved the parameters without a step"):
-        optimizer.step()
-    w.data.zero_()
     optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+    w.data.zero_()
+    w.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    torch.testing.assert_close(w.grad, torch.tensor([0.6, 0.8]))
     optimizer.step()
     torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
 
@@ -906,7 +917,7 @@ def test_a_scheduler_and_a_first_step_that_is_skipped(make: Any) -> None:
 
 
 def test_a_step_that_was_kept() -> None:
-    """A wrapper that calls a ``step`` saved before the rule is clipped by hooks.
+    """A wrapper that calls a ``step`` saved before the rule raises before anything moves.
 
     After a failed step, a direct inner one is still refused.
     """
@@ -919,38 +930,43 @@ def test_a_step_that_was_kept() -> None:
     outer.step = kept
     one.grad, other.grad = 1024 * ONE, 1024 * OTHER
     scaler.scale(torch.zeros(()))
-    scaler.step(outer)
-    assert handle.report.norms.item() == 13
-    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(RuntimeError, match="attach first, then make the wrapper"):
+        scaler.step(outer)
+    assert moved(one, other) == 0
+    assert handle.report is None
+    handle.remove()
+    # The step of Accelerate, which was there before, is still there.
+    assert outer.step == kept
+    attach(outer, uc.by_global_norm(1.0))
 
     first = outer.optimizers[0].register_step_pre_hook(lambda *_: {}["none"])
     with pytest.raises(KeyError):
         outer.step()
     first.remove()
-    with pytest.raises(RuntimeError, match="outside of the step of Combined"):
+    with pytest.raises(RuntimeError, match="past the step"):
         outer.optimizers[0].step()
 
 
-class ByScaler(Combined):
-    """A combination whose step lets a loss scale step each optimizer."""
-
-    def step(self, scaler: Any = None) -> None:
-        for one in self.optimizers:
-            scaler.step(one)
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
-def test_a_scaler_inside_of_a_step(options: dict[str, Any]) -> None:
-    """A scaler inside a step divides clipped gradients, so it is refused before any move."""
+def test_a_scaler_that_steps_each(options: dict[str, Any]) -> None:
+    """A scaler that steps each optimizer divides its gradients after all are clipped: this raises
+    before any move, and is right once all are unscaled.
+    """
     model = torch.nn.Linear(2, 1)
-    outer = ByScaler(*(SGD([p], lr=1.0, **options) for p in model.parameters()))
+    opts = [SGD([p], lr=1.0, **options) for p in model.parameters()]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    attach(outer, uc.by_global_norm(1.0))
+    handle = attach(opts, uc.by_global_norm(1.0))
     before = [p.detach().clone() for p in model.parameters()]
     scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
-    with pytest.raises(RuntimeError, match="by a GradScaler"):
-        outer.step(scaler)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.step(opts[0])
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    scaler.update()
+    for optimizer in opts:
+        scaler.unscale_(optimizer)
+    for optimizer in opts:
+        scaler.step(optimizer)
+    assert handle.report.norms.item() == pytest.approx(math.sqrt(26))
 
 
 def test_a_refused_attach_changes_nothing() -> None:
@@ -1002,7 +1018,7 @@ def test_another_base_class_of_pytorch() -> None:
     outer = Container(SGD([one], lr=1.0), SGD([other], lr=1.0))
     with pytest.warns(UserWarning, match="handle.state_dict"):
         attach(outer, uc.autoclip())
-    with pytest.raises(RuntimeError, match="outside of the step"):
+    with pytest.raises(RuntimeError, match="past the step"):
         outer.optimizers[0].step()
 
 

@@ -56,7 +56,7 @@ def run_fast_path(
     if rule.nonfinite == "raise":
         for leaf in leaves:
             if leaf is not None:
-                if not backend.readable(leaf):
+                if not backend.fast_path_reads(leaf):
                     return None
                 break
 

@@ -8,7 +8,7 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
   are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
   `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`);
-- *may* override hooks for speed and for changes in place (`fast_path`, `sums`,
+- *may* override hooks for speed and for changes in place (`fast_path`, `fast_path_reads`, `sums`,
   `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), for constants on
   a device (`constant`), for CUDA graphs (`captured`), and for shards in several processes
   (`reducer`, `replicas`, `rank`);
@@ -534,6 +534,15 @@ class Backend(Generic[A]):
         the caller then takes the general path.
         """
         return None
+
+    @staticmethod
+    def fast_path_reads(leaf: Any) -> bool:
+        """Return whether the host reads the norm on the fast path of leaves like this one.
+
+        A rule with the policy ``"raise"`` needs the value. By default it is true without a look at
+        the leaf, since `fast_path` returns ``None`` for leaves that the host cannot read.
+        """
+        return True
 
     # Sums and products, for speed and memory.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uniclip.integrations.torch import Attached
 from uniclip.integrations.torch.checks import names_in
-from uniclip.integrations.torch.optimizer import attach_unsaved
+from uniclip.integrations.torch.handle import attach_unsaved
 
 if TYPE_CHECKING:
     import torch

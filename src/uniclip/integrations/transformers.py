@@ -19,9 +19,8 @@ with needs("Hugging Face transformers", "'transformers[torch]'"):
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from uniclip.integrations.torch.checks import names_in
-from uniclip.integrations.torch.optimizer import Attached, attach_unsaved
-from uniclip.integrations.torch.stepped import find_stepped
+from uniclip.integrations.torch.checks import names_in, unwrap
+from uniclip.integrations.torch.handle import Attached, attach_unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +209,7 @@ class ClipGradients(TrainerCallback):
         # The wrapper of Accelerate shows whether its scaler skipped the step.
         was_skipped = getattr(kwargs["optimizer"], "step_was_skipped", False)
         if not (is_clipped or was_skipped):
-            outer = type(find_stepped(kwargs["optimizer"]).outer).__qualname__
+            outer = type(unwrap(kwargs["optimizer"])).__qualname__
             msg = (
                 f"{outer} took a step in which {summarize(self.rule)} got no gradients; use an "
                 "optimizer that reads p.grad in step(), which layer-wise optimizers don't"
@@ -314,7 +313,7 @@ class ClippedTrainer:
         optimizer = self.optimizer if created is None else created
         # The Trainer may call this again, for the same optimizer or for a new one.
         if self.clipping is not None:
-            if self.clipping.optimizer is find_stepped(optimizer).outer:
+            if self.clipping.optimizer is unwrap(optimizer):
                 return optimizer
             self.clipping.remove()
 
@@ -390,7 +389,7 @@ class _SavesState(TrainerCallback):
         """Restore the state, now that the optimizer has loaded its own."""
         handle = self.handle
         # Another trainer may have got the callbacks of this one.
-        if handle is None or find_stepped(kwargs["optimizer"]).outer is not handle.optimizer:
+        if handle is None or unwrap(kwargs["optimizer"]) is not handle.optimizer:
             return
         # A state of an earlier training would be loaded by a later one.
         if not handle.rule.stateful or handle.saved_by_optimizer:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -496,6 +497,7 @@ class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
     fast_path = staticmethod(fast_path)
+    fast_path_reads = staticmethod(attrgetter("is_cpu"))  # type: ignore[assignment]
     bound = staticmethod(bound)
 
     def signature(self, leaves: list[Any]) -> tuple[Hashable, ...] | None:

@@ -12,8 +12,8 @@ with needs("PyTorch", "torch"):
         clip_grads_with_norm_,
         get_total_norm,
     )
+    from uniclip.integrations.torch.handle import Attached, attach
     from uniclip.integrations.torch.layout import LayoutCheck, check_layout
-    from uniclip.integrations.torch.optimizer import Attached, attach
 
 __all__ = [
     "Attached",

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Check an optimizer, and the functions in a rule, before the rule is attached.
+"""Check optimizers, and the functions in a rule, before the rule is attached.
 
-Checks of a single step are in `optimizer`.
+Checks of a single step are in `step` and `guard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -17,15 +17,22 @@ from uniclip._types import Path
 from uniclip.compose import AnyRule, Masked, rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
-from uniclip.integrations.torch.stepped import (
-    Stepped,
-    find_stepped,
-    has_hooks,
-    is_optimizer,
-    params_in,
-)
+from uniclip.integrations.torch.functions import get_total_norm
+from uniclip.integrations.torch.parameters import ParamGroup
 from uniclip.limits import Ema, PercentileOfAll, Split
 from uniclip.rule import BaseRule
+
+_WRAPPERS = {
+    "AcceleratedOptimizer": "optimizer",  # Accelerate
+    "DPOptimizer": "original_optimizer",  # Opacus
+    "LightningOptimizer": "optimizer",  # Lightning
+    "OptimWrapper": "optimizer",  # MMEngine
+    "_FabricOptimizer": "optimizer",  # Lightning Fabric
+}
+"""The wrappers that stand for an optimizer, by their class, and the attribute that has it.
+
+They change the gradients in their own step, or do not step the optimizer each time.
+"""
 
 
 class Optimizer(Protocol):
@@ -40,6 +47,10 @@ class Optimizer(Protocol):
     @property
     def step(self) -> Callable[..., Any]:
         """The function that takes a step."""
+
+
+Optimizers: TypeAlias = "Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]"
+"""One optimizer, or several that are stepped one after the other."""
 
 
 def check_masks_and_labels(rule: BaseRule, paths: list[Path], leaves: list[torch.Tensor]) -> None:
@@ -90,51 +101,89 @@ def _call_on_path(
         raise TypeError(msg) from error
 
 
-def stepped_by(optimizer: Optimizer, rule: AnyRule) -> Stepped:
-    """Return the object whose step is clipped if a rule is attached to ``optimizer``.
+def optimizers_of(optimizer: Optimizers, rule: AnyRule) -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose steps are clipped if a rule is attached to ``optimizer``.
 
     Raises
     ------
     TypeError
-        If it is not an optimizer, or holds an object without hooks, whose steps nobody sees.
+        If one is not an optimizer, or its step cannot be replaced.
     """
-    _raise_if_no_optimizer(optimizer, rule)
+    given: list[Any] = [optimizer]
+    if optimizer and isinstance(optimizer, Mapping):
+        given = list(optimizer.values())
+    elif optimizer and isinstance(optimizer, (list, tuple)):
+        given = list(optimizer)
 
-    # A class that has not called the __init__ of PyTorch's has no groups and no hooks.
-    stepped = find_stepped(optimizer)
-    outer = type(stepped.outer)
-    if not stepped.inner and not hasattr(stepped.outer, "param_groups"):
-        msg = (
-            f"{outer.__qualname__} has no param_groups and holds no optimizer; call "
-            "super().__init__(params, defaults) in its class"
-        )
-        raise TypeError(msg)
+    optimizers = list(map(unwrap, given))
+    for one in optimizers:
+        _raise_if_no_optimizer(one, rule)
+        _raise_if_not_replaceable(one)
 
-    for inner in stepped.inner:
-        if not has_hooks(inner):
-            msg = (
-                f"{outer.__qualname__} holds a {type(inner).__qualname__}, which runs no hooks "
-                "before its step; make it a torch.optim.Optimizer, whose __init__ calls "
-                "super().__init__(params, defaults)"
-            )
-            raise TypeError(msg)
+    if len(set(map(id, optimizers))) < len(optimizers):
+        msg = "a list of optimizers must have each only once"
+        raise ValueError(msg)
+    return optimizers
 
+
+def unwrap(optimizer: Any) -> Any:
+    """Return the optimizer inside of known wrappers."""
+    for base in type(optimizer).__mro__:
+        # Other libraries have classes of these names, too.
+        inside = getattr(optimizer, _WRAPPERS.get(base.__name__, ""), None)
+        if is_optimizer(inside):
+            return unwrap(inside)
+    return optimizer
+
+
+def is_optimizer(candidate: object) -> bool:
+    """Return whether an object is stepped as an optimizer: one of PyTorch's, or one with the same
+    two attributes.
+    """
+    if isinstance(candidate, (type, torch.nn.Module)):
+        return False
+    return hasattr(candidate, "param_groups") and callable(getattr(candidate, "step", None))
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step of an optimizer runs the step hooks of PyTorch."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return False
+    # Schedulers wrap the step of the class. Any other function in its place may run no hooks.
+    step = vars(optimizer).get("step")
+    return step is None or hasattr(step, "_wrapped_by_lr_sched")
+
+
+def _raise_if_not_replaceable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the step of an optimizer cannot be replaced."""
     # The new step is an attribute of the object, and its rule is found by a weak reference.
-    if not hasattr(stepped.outer, "__dict__") or not outer.__weakrefoffset__:
+    kind = type(optimizer)
+    if not hasattr(optimizer, "__dict__") or not kind.__weakrefoffset__:
         msg = (
-            f"{outer.__qualname__} has slots, so uniclip can't replace its step by one that "
-            "clips; give its class a __dict__ and a __weakref__"
+            f"{kind.__qualname__} has slots, so uniclip can't replace its step by one that clips; "
+            "give its class a __dict__ and a __weakref__"
         )
         raise TypeError(msg)
-    return stepped
 
 
-def _raise_if_no_optimizer(optimizer: Optimizer, rule: AnyRule) -> None:
+def _raise_if_no_optimizer(optimizer: object, rule: AnyRule) -> None:
     """Raise if an object is not an optimizer, and say what to pass in its place."""
     if is_optimizer(optimizer):
         return
 
-    fix = "pass the object whose step() is called, such as torch.optim.AdamW(model.parameters())"
+    kind = type(optimizer).__qualname__
+    # A class that has not called the __init__ of PyTorch's has no groups.
+    if isinstance(optimizer, torch.optim.Optimizer):
+        msg = (
+            f"{kind} has no param_groups; call super().__init__(params, defaults) in its class, or "
+            "attach to the optimizer inside"
+        )
+        raise TypeError(msg)
+
+    fix = (
+        "pass the object whose step() is called, such as torch.optim.AdamW(model.parameters()). "
+        "For an object that steps several, pass these, as in attach([muon, adamw], rule)"
+    )
     if is_optimizer(rule):
         fix = "swap the arguments, as in attach(optimizer, rule)"
     elif isinstance(optimizer, torch.nn.Module):
@@ -143,10 +192,28 @@ def _raise_if_no_optimizer(optimizer: Optimizer, rule: AnyRule) -> None:
             "attach(torch.optim.AdamW(model.parameters()), rule)"
         )
     msg = (
-        "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, got a "
-        f"{type(optimizer).__qualname__}; {fix}"
+        "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, or be a "
+        f"list of these, got a {kind}; {fix}"
     )
     raise TypeError(msg)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def moves_nothing(groups: list[ParamGroup]) -> bool:
+    """Return whether a step can move no parameter, as the one by which
+    ``torch.distributed.checkpoint`` makes the state of an optimizer before it loads.
+
+    All its rates are 0, and each parameter that takes a gradient has one of zeros.
+    """
+    for group in groups:
+        rate = group.get("lr", 0)
+        if rate is None or float(rate) != 0:
+            return False
+        if any(p.grad is None and p.requires_grad for p in group["params"]):
+            return False
+    # A norm of NaN is not 0 either.
+    grads = [p.grad for group in groups for p in group["params"]]
+    return bool(get_total_norm(grads) == 0)
 
 
 def can_skip(rule: BaseRule) -> bool:
@@ -173,7 +240,7 @@ def names_in(model: torch.nn.Module, optimizer: Optimizer) -> torch.nn.Module | 
     optimizer.
     """
     ids = set(map(id, model.parameters()))
-    for p in params_in(optimizer.param_groups):
-        if id(p) in ids:
+    for group in optimizer.param_groups:
+        if any(id(p) in ids for p in group["params"]):
             return model
     return None

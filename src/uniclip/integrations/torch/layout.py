@@ -20,11 +20,11 @@ from uniclip._types import Path, T
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.compose import AnyRule, rules_with_norms
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, stepped_by
+from uniclip.integrations.torch.checks import Optimizers, optimizers_of
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.optimizer import Names, attach, names_of
+from uniclip.integrations.torch.handle import attach
+from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of
 from uniclip.integrations.torch.processes import several
-from uniclip.integrations.torch.stepped import ParamGroup, params_in
 from uniclip.report import Report
 from uniclip.rule import BaseRule
 
@@ -145,7 +145,7 @@ class _NoStep(torch.optim.Optimizer):
 
 
 def check_layout(
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     rule: AnyRule,
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
@@ -204,7 +204,7 @@ def check_layout(
     one process: norm 1.73205
     process 0: norm 1.73205, local norm 1.73205
     """
-    groups = stepped_by(optimizer, rule).groups()
+    groups = [group for one in optimizers_of(optimizer, rule) for group in one.param_groups]
     rule = rule_for_steps(rule)
     if names is not None:
         groups = _with_names(groups, names)
@@ -227,10 +227,10 @@ def check_layout(
 
 def _with_names(groups: list[ParamGroup], names: Names) -> list[ParamGroup]:
     """Return groups with the names of their parameters; the optimizer's names come first."""
-    by_param = names_of(names, params_in(groups))
+    names_by_id = names_of(names, [p for group in groups for p in group["params"]])()
     named = []
     for group in groups:
-        keys = [by_param.get(p, number) for number, p in enumerate(group["params"])]
+        keys = [names_by_id.get(id(p), number) for number, p in enumerate(group["params"])]
         named.append({"param_names": keys} | group)
     return named
 

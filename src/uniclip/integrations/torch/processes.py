@@ -73,7 +73,7 @@ def check_shards(
 
 
 def raise_if_unnamed(
-    rule: BaseRule, param_groups: list[dict[str, Any]], names: Container[torch.Tensor]
+    rule: BaseRule, param_groups: list[dict[str, Any]], names: Container[int]
 ) -> None:
     """Raise if norms of parameters without names would be reduced over processes, in which other
     parameters have the same numbers.
@@ -83,7 +83,7 @@ def raise_if_unnamed(
         return
 
     for group in param_groups:
-        if "param_names" in group or all(p in names for p in group["params"]):
+        if "param_names" in group or all(id(p) in names for p in group["params"]):
             continue
         msg = (
             f"{summarize(rule)} has a norm for each leaf, and all_reduce= matches leaves by name, "

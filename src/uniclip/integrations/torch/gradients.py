@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: MIT
+"""Clip the gradients of attached optimizers, and find out whether their step is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from uniclip._core.collectives import AllReduce, Shared, follow_reference, keep_reference
+from uniclip._core.fast_path import report_fast_path, run_fast_path
+from uniclip._errors import counted, summarize
+from uniclip._types import Step
+from uniclip._warnings import warn
+from uniclip.backends.torch import BACKEND
+from uniclip.backends.torch.fast_path import gradients_of
+from uniclip.clipper import Clipper
+from uniclip.integrations import looks_at
+from uniclip.integrations.torch.checks import can_skip, moves_nothing
+from uniclip.integrations.torch.functions import grads_of
+from uniclip.integrations.torch.parameters import Parameters
+from uniclip.integrations.torch.processes import any_found_inf, average_loss, several
+from uniclip.integrations.torch.skip import Skip, skips_by_flag
+from uniclip.integrations.torch.state import RuleState
+from uniclip.report import Report
+from uniclip.rule import Rule
+
+ClosureLoss: TypeAlias = "torch.Tensor | float | None"
+"""A loss as a closure returns it, or as it was set on the handle."""
+
+_IN_PLACE = Step(in_place=True)
+
+
+class GradientClipping:
+    """Clips the gradients of some optimizers by one rule."""
+
+    def __init__(
+        self,
+        clipper: Clipper,
+        params: Parameters,
+        state: RuleState,
+        all_reduce: AllReduce | None,
+        shared: Shared | None,
+    ) -> None:
+        self.skip = Skip()
+        self._clipper = clipper
+        self._params = params
+        self._state = state
+        self._all_reduce = keep_reference(all_reduce)
+        self._shared = shared
+        self._needs_params = looks_at("params", clipper.rule)
+        self._can_skip = can_skip(clipper.rule)
+        self._is_joint = len(params.optimizers) > 1
+        self._has_looked = False
+        """Whether a step has looked for gradients in ``main_grad``."""
+        self._has_warned = False
+        """Whether a step without gradients has warned."""
+
+        self._fast_rule: Rule | None = None
+        """The rule, if its steps may take the fast path, which decides by itself."""
+        # A recorder wants the norms of all leaves, and a skip needs a decision.
+        unobserved = all_reduce is None and clipper.record is None and not self._is_joint
+        if unobserved and type(clipper.rule) is Rule and not self._can_skip:
+            self._fast_rule = clipper.rule
+
+    def clip_on_fast_path(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Clip on the fast path.
+
+        Return ``False``, with nothing changed, if the step takes the general way.
+        """
+        rule = self._fast_rule
+        if rule is None:
+            return False
+
+        # The gradients are still those of the loss that a GradScaler has scaled.
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None
+        if is_scaled or getattr(optimizer, "found_inf", None) is not None:
+            return False
+
+        groups = optimizer.param_groups
+        params = groups[0]["params"] if len(groups) == 1 else self._params.tensors()
+        grads = gradients_of(params)
+        if grads is None:
+            return False
+
+        # The fast path returns nothing, and changes nothing, if it does not apply.
+        numbers = run_fast_path(rule, BACKEND, grads, rule.constant, _IN_PLACE)
+        if numbers is None:
+            return False
+        self._clipper.hold_report(report_fast_path(BACKEND, numbers))
+        if not self._has_looked:
+            self._look_for_main_grads(params)
+        return True
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def clip(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> bool:
+        """Gather the gradients, agree with other processes, and clip, in a step of ``optimizer``.
+
+        Return whether the step must not be taken; fused kernels may skip it by a flag.
+        """
+        params = self._state.follow_parameters(in_step=True)
+        grads = grads_of(params)
+        all_reduce = follow_reference(self._all_reduce)
+        device = params[0].device if params else None
+        if not self._has_looked:
+            self._look_for_main_grads(params)
+
+        # A process without any gradient takes part, too, or the others would wait.
+        if several() and looks_at("loss", self._clipper.rule):
+            loss = average_loss(loss, device)
+        found_inf = any_found_inf(getattr(optimizer, "found_inf", None), all_reduce, device)
+
+        absent = sum([grad is None for grad in grads])
+        if absent == len(grads) and all_reduce is None:
+            self._clipper.hold_report(None)
+            self._warn_of_no_gradient(optimizer)
+            return False
+
+        # GradScaler skips this step itself.
+        if found_inf is not None and self._knows_infinity(found_inf):
+            self._clipper.hold_report(None)
+            return True
+        if self._is_joint:
+            self.take_from_scaler(optimizer)
+        elif getattr(optimizer, "grad_scale", None) is not None:
+            self._unscale(optimizer, grads)
+
+        # The parameter of an absent gradient has the shape of its row.
+        params_tree = None
+        if self._needs_params or absent or all_reduce is not None:
+            params_tree = self._params.tree(params)
+        report = self._clipper.clip_(
+            self._params.tree(grads), params_tree, all_reduce, loss=loss, shared=self._shared
+        )
+        # GradScaler skips only the optimizers whose own gradients are infinite.
+        if self._is_joint and found_inf is not None and report.finite is not None:
+            return not bool(report.finite)
+        return self._can_skip and self._must_skip(report, found_inf)
+
+    def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:
+        """Warn if parameters have their gradients in ``main_grad``, as those of Megatron do."""
+        self._has_looked = True
+        has_other = [p.grad is None and getattr(p, "main_grad", None) is not None for p in params]
+        if any(has_other):
+            self._has_warned = True
+            msg = (
+                f"{counted(sum(has_other), 'parameter')} of {len(params)} have a gradient in "
+                f"main_grad and none in grad, which alone {summarize(self._clipper.rule)} clips; "
+                "if the optimizer reads main_grad, clip it before step(), as in "
+                "uc.clip_([p.main_grad for p in params], rule)"
+            )
+            warn(msg)
+
+    def _warn_of_no_gradient(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of a step without any gradient, once; groups may be empty on purpose."""
+        if self._has_warned or not any(group["params"] for group in optimizer.param_groups):
+            return
+        self._has_warned = True
+        msg = (
+            f"{type(optimizer).__qualname__} took a step in which no parameter had a gradient in "
+            f"p.grad, so {summarize(self._clipper.rule)} clipped nothing; call backward() before "
+            "step(). If its step() reads or makes gradients elsewhere, attach to the optimizer "
+            "inside whose parameters have them in p.grad, or clip them by hand"
+        )
+        warn(msg)
+
+    def only_makes_state(self) -> bool:
+        """Return whether a step only makes the optimizer's state, in all processes alike."""
+        params = self._params.tensors()
+        device = params[0].device if params else None
+        moves = torch.tensor(float(not moves_nothing(self._params.groups())))
+        return not any_found_inf(moves, follow_reference(self._all_reduce), device)
+
+    def take_from_scaler(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the scale and the flag of a GradScaler away from one of several optimizers.
+
+        Raises
+        ------
+        RuntimeError
+            If its gradients are still scaled.
+        """
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None
+        # Only fused kernels accept them, and GradScaler sets them before each step.
+        if hasattr(optimizer, "found_inf"):
+            optimizer.grad_scale = None
+            optimizer.found_inf = None
+        if is_scaled:
+            msg = (
+                "a GradScaler would divide the gradients of each optimizer in its own step, but "
+                "the first step clips those of all; call scaler.unscale_(optimizer) for each of "
+                "them before the first scaler.step()"
+            )
+            raise RuntimeError(msg)
+
+    def _knows_infinity(self, found_inf: torch.Tensor) -> bool:
+        """Return whether GradScaler has found an infinity, if its flag may be read.
+
+        Reading it would wait for an accelerator. Unread, the infinity makes the norm one that no
+        state accepts, except under two policies.
+        """
+        policy = getattr(self._clipper.rule, "nonfinite", None)
+        if not BACKEND.readable(found_inf) and policy not in {"raise", "zero"}:
+            return False
+        return bool(found_inf)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer, grads: list[torch.Tensor | None]) -> None:
+        """Divide by the scale of a GradScaler, as a fused kernel would do later."""
+        # Two parameters may have one gradient, which is divided once.
+        present = {id(grad): grad for grad in grads if grad is not None}
+        if any(grad.dtype is torch.float16 for grad in present.values()):
+            msg = (
+                f"{summarize(self._clipper.rule)} needs unscaled gradients, and float16 cannot "
+                "hold them; keep the parameters in float32 under autocast"
+            )
+            raise ValueError(msg)
+
+        # GradScaler sets it before each step.
+        scale = optimizer.grad_scale
+        optimizer.grad_scale = None
+        for grad in present.values():
+            grad.div_(scale.to(grad.device))
+
+    def _must_skip(self, report: Report, found_inf: torch.Tensor | None) -> bool:
+        """Return whether the rule demands a skip; fused kernels get a flag, which the host need not
+        read.
+        """
+        skipped: Any = report.skipped
+        if skipped is None:
+            return False
+        optimizers = self._params.optimizers
+        fused = all(map(skips_by_flag, optimizers))
+        if not fused or BACKEND.readable(skipped):
+            return bool(skipped)
+
+        # The kernel reads the flag where it runs, so the host waits for nothing.
+        flag = skipped.to(torch.float32)
+        if found_inf is not None:
+            flag = torch.maximum(flag, found_inf.to(flag.device))
+        self.skip.set_flags(optimizers, flag)
+        return False

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: MIT
+"""Notice steps whose gradients nothing has clipped.
+
+An optimizer's ``step`` can be called past the one that clips: by a reference from before the rule
+was attached, by another optimizer with the same parameters, or by a copy. While a rule is attached
+to any optimizer, a global hook of PyTorch sees each step of a ``torch.optim.Optimizer``. It runs
+before the hook that clips, so it only asks whether that one comes next.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import finalize, ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from uniclip._warnings import warn
+from uniclip.integrations.torch.checks import moves_nothing
+from uniclip.integrations.torch.parameters import Parameters
+from uniclip.rule import BaseRule
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_guards: dict[int, Guard] = {}
+"""The guard of each attached optimizer, by its identity."""
+_guards_by_param: dict[int, list[Guard]] = {}
+"""The guards of each parameter, by its identity."""
+_open_guards: list[Guard] = []
+"""The guards of the steps that have clipped, the innermost last."""
+_hook: list[RemovableHandle] = []
+"""The global hook, if there is one."""
+
+
+class Guard:
+    """The parameters of one rule, and whether they may move now."""
+
+    is_running = False
+    """Whether the replaced step of one of the optimizers runs."""
+    is_open = False
+    """Whether its gradients are clipped, or will be in its closure."""
+
+    def __init__(self, params: Parameters, rule: BaseRule) -> None:
+        self.rule = rule
+        # An optimizer that is used no more is freed with its rule.
+        self._params = ref(params)
+        self._ids: set[int] = set()
+        self._optimizer_ids = list(map(id, params.optimizers))
+        _guards.update(dict.fromkeys(self._optimizer_ids, self))
+        finalize(params, self.remove).atexit = False
+        self.watch()
+        if not _hook:
+            _hook.append(register_optimizer_step_pre_hook(_check_step))
+
+    def open(self) -> None:
+        """Let the parameters move: their gradients are clipped.
+
+        Raises
+        ------
+        RuntimeError
+            If a step around this one has clipped them, too.
+        """
+        if _open_guards:
+            self._raise_if_clipped_twice()
+        self.is_open = True
+        _open_guards.append(self)
+
+    def close(self) -> None:
+        """Let the parameters move no more."""
+        self.is_running = False
+        if self.is_open:
+            self.is_open = False
+            _open_guards.remove(self)
+
+    def watch(self) -> None:
+        """Watch the parameters that the optimizers have now, and no others."""
+        self._forget()
+        params = self._params()
+        self._ids = set() if params is None else set(map(id, params.tensors()))
+        # Two rules may have the same parameters, as of two optimizers that take turns.
+        for number in self._ids:
+            _guards_by_param.setdefault(number, []).append(self)
+
+    def remove(self) -> None:
+        """Watch nothing any more."""
+        self.close()
+        self._forget()
+        for number in self._optimizer_ids:
+            if _guards.get(number) is self:
+                del _guards[number]
+        if not _guards and _hook:
+            _hook.pop().remove()
+
+    def owns(self, p: torch.Tensor) -> bool:
+        """Return whether a parameter is watched; another one may have got its identity."""
+        params = self._params()
+        return params is not None and id(p) in map(id, params.tensors())
+
+    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the rule is attached to an optimizer."""
+        params = self._params()
+        return params is not None and id(optimizer) in map(id, params.optimizers)
+
+    def _raise_if_clipped_twice(self) -> None:
+        """Raise if a step that runs has clipped a parameter of this one."""
+        if all(self._ids.isdisjoint(guard._ids) for guard in _open_guards):  # noqa: SLF001 - its own
+            return
+        msg = (
+            "an optimizer with a rule took a step inside of another one with a rule for the same "
+            "parameters, which are clipped twice; call remove() of one of the handles"
+        )
+        raise RuntimeError(msg)
+
+    def _forget(self) -> None:
+        """Take the parameters out of the table."""
+        for number in self._ids:
+            guards = _guards_by_param[number]
+            guards.remove(self)
+            if not guards:
+                del _guards_by_param[number]
+        self._ids = set()
+
+
+class AttachedDefaults(dict[str, Any]):
+    """The ``defaults`` of an attached optimizer.
+
+    They are all that a copy of an optimizer keeps beside its parameters, so they tell a copy.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make a copy, in this process or in another."""
+        return _copy_defaults, (dict(self),)
+
+
+def _copy_defaults(defaults: dict[str, Any]) -> AttachedDefaults:
+    """Return the defaults of a copy, whose first step warns."""
+    _watch_copies()
+    return AttachedDefaults(defaults)
+
+
+def guard_of(optimizer: torch.optim.Optimizer) -> Guard | None:
+    """Return the guard of an optimizer that has a rule."""
+    guard = _guards.get(id(optimizer))
+    return guard if guard is not None and guard.is_of(optimizer) else None
+
+
+@cache
+def _watch_copies() -> RemovableHandle:
+    """Have a global hook look for copies from now on."""
+    return register_optimizer_step_pre_hook(_check_copy)
+
+
+@partial(torch.compiler.disable, recursive=False)
+def _check_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Warn if a copy of an attached optimizer has no rule, once."""
+    if type(optimizer.defaults) is AttachedDefaults and guard_of(optimizer) is None:
+        optimizer.defaults = dict(optimizer.defaults)
+        warn_of_copy(optimizer)
+
+
+def warn_of_copy(optimizer: torch.optim.Optimizer) -> None:
+    """Warn that a copy of an attached optimizer takes a step without a rule."""
+    msg = (
+        f"this {type(optimizer).__qualname__} is a copy of one to which a rule is attached, but "
+        "has no rule itself, so its gradients are not clipped; attach a rule to the copy, too"
+    )
+    warn(msg)
+
+
+# Compiled code leaves its graph for this, and eager code pays nothing.
+@partial(torch.compiler.disable, recursive=False)
+def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise if the parameters of an optimizer have a rule that does not clip them, or none, but
+    move in a step of another optimizer that has one.
+    """
+    guard = _guards.get(id(optimizer))
+    if guard is not None and guard.is_running:
+        return
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if not params:
+            continue
+
+        # The first parameter stands for its group, or each step would take as long as the model.
+        guards = _guards_by_param.get(id(params[0]))
+        if guards is None:
+            if _open_guards and params[0].grad is not None:
+                _raise_if_unclipped(optimizer, params[0])
+        elif not any([guard.is_open for guard in guards]):
+            _raise_if_owned(optimizer, params[0], guards)
+
+    # A library may have replaced the parameters since they were last watched.
+    is_attached = guard is not None and guard.is_of(optimizer)
+    if is_attached and not moves_nothing(optimizer.param_groups):
+        _raise_past(optimizer, is_attached=True)
+
+
+def _raise_if_unclipped(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> None:
+    """Raise for a step inside of a clipped one, if it moves a parameter that has no rule."""
+    for guard in _open_guards:
+        # The fast path does not look for groups that were added.
+        if guard.owns(p):
+            guard.watch()
+            return
+    kind = type(optimizer).__qualname__
+    msg = (
+        f"a step to which a rule is attached calls step() of a {kind} inside, whose parameters are "
+        "not in its param_groups, so their gradients are not clipped; attach to the optimizer "
+        "inside, or to a list of all of them, or add the parameters to the groups of the outer one"
+    )
+    raise RuntimeError(msg)
+
+
+def _raise_if_owned(optimizer: torch.optim.Optimizer, p: torch.Tensor, guards: list[Guard]) -> None:
+    """Raise if one of the guards really watches a parameter."""
+    if not any(guard.owns(p) for guard in guards):
+        # A library has replaced the parameters, and another one has got the identity of one.
+        for guard in guards.copy():
+            guard.watch()
+        return
+    if moves_nothing(optimizer.param_groups):
+        return
+
+    # An optimizer that is used no more may wait in a cycle of its class until it is collected.
+    gc.collect()
+    owners = [guard for guard in guards if guard.owns(p)]
+    if owners:
+        _raise_past(optimizer, is_attached=any(guard.is_of(optimizer) for guard in owners))
+
+
+def _raise_past(optimizer: torch.optim.Optimizer, *, is_attached: bool) -> NoReturn:
+    """Raise for a step that goes past the step of an attached optimizer."""
+    kind = type(optimizer).__qualname__
+    fix = (
+        f"if the loop is meant to step this {kind}, attach to it in place of the other optimizer, "
+        "or to a list of both; if not, step only the other one; without a rule call remove() of "
+        "the handle"
+    )
+    if is_attached:
+        fix = (
+            "a wrapper or a compiled function kept the step() from before; attach first, then make "
+            "the wrapper or compile"
+        )
+    msg = (
+        f"{kind} took a step past the step() of the optimizer to which a rule is attached, so the "
+        f"gradients are not clipped: {fix}"
+    )
+    raise RuntimeError(msg)

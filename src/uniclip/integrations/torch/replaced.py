@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""The ``step`` that stands in the place of that of an attached optimizer.
+
+What it does is in `step`.
+"""
+
+from __future__ import annotations
+
+from functools import partial, update_wrapper
+from inspect import Signature, signature
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from uniclip.integrations.torch.checks import runs_hooks
+from uniclip.integrations.torch.guard import AttachedDefaults, warn_of_copy
+from uniclip.integrations.torch.step import Steps
+
+if TYPE_CHECKING:
+    import torch
+
+_SCALING = "_step_supports_amp_scaling"
+"""The attribute by which an optimizer asks a GradScaler for its scale and its flag."""
+
+
+class ReplacedStep:
+    """A bound method in the place of ``optimizer.step``, as learning-rate schedulers set one.
+
+    It does not keep the optimizer alive, which has it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, *, is_joint: bool) -> None:
+        self._optimizer = ref(optimizer)
+        self._steps = steps
+        self._removed = False
+        self.runs_hooks = runs_hooks(optimizer)
+        """Whether the step runs hooks, one of which clips."""
+
+        # Schedulers mark the step by an attribute, and warn if the mark is gone. The method itself
+        # would keep the optimizer.
+        step = optimizer.step
+        update_wrapper(self, step)
+        vars(self).pop("__wrapped__", None)
+
+        attributes = vars(optimizer)
+        self._set_before = attributes.get("step")
+        """The ``step`` of the object itself, next to that of its class; schedulers set one."""
+        self._own = self._set_before
+        """The step to take; ``None`` if it is that of the class."""
+        if self._own is None and not hasattr(type(optimizer), "step"):
+            # A wrapper passes on all attributes of the optimizer inside.
+            self._own = step
+
+        # A frozen dataclass can only be changed through its dictionary.
+        attributes["step"] = self
+        if type(attributes.get("defaults")) is dict:
+            attributes["defaults"] = AttachedDefaults(attributes["defaults"])
+        # A GradScaler would divide the gradients of each optimizer only before its own step, so it
+        # leaves its scale and its flag to this step, as to a fused kernel.
+        self._declared_scaling = is_joint and not hasattr(optimizer, _SCALING)
+        if self._declared_scaling:
+            attributes[_SCALING] = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        """Clip, and take a step of the optimizer."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            msg = "the optimizer of this step was deleted; keep a reference to it, not to its step"
+            raise ReferenceError(msg)
+
+        step = self._own or MethodType(type(optimizer).step, optimizer)
+        if self._removed:
+            return step(*args, **kwargs)
+        if not self.runs_hooks:
+            step = partial(self._steps.take_without_hooks, optimizer, step)
+        return self._steps.take(optimizer, step, args, kwargs)
+
+    @property
+    def __func__(self) -> Any:
+        """The function of this method, for which schedulers look."""
+
+        def step(this: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> object:
+            if this is self._optimizer():
+                return self(*args, **kwargs)
+            return _step_of_copy(this, *args, **kwargs)
+
+        return update_wrapper(step, self, updated=())
+
+    @property
+    def __signature__(self) -> Signature:
+        """The signature of the step that is replaced, at which a GradScaler looks."""
+        optimizer: Any = self._optimizer()
+        return signature(self._own or MethodType(type(optimizer).step, optimizer))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make the step of a copy of the optimizer."""
+        return partial, (_step_of_copy, self._optimizer())
+
+    def remove(self) -> None:
+        """Give the optimizer its own step back.
+
+        A step that others have wrapped since then passes through.
+        """
+        self._removed = True
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+
+        attributes = vars(optimizer)
+        if type(attributes.get("defaults")) is AttachedDefaults:
+            attributes["defaults"] = dict(attributes["defaults"])
+        if self._declared_scaling:
+            attributes.pop(_SCALING, None)
+        if attributes.get("step") is self:
+            del attributes["step"]
+            if self._set_before is not None:
+                attributes["step"] = self._set_before
+
+
+def _step_of_copy(this: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> object:
+    """Take a step of a copy, which has no rule, and warn once."""
+    if vars(this).pop("step", None) is not None:
+        warn_of_copy(this)
+    return type(this).step(this, *args, **kwargs)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: MIT
+"""What happens around a step of an attached optimizer: clip, take the step or stop it, restore.
+
+`replaced.ReplacedStep` stands in the place of ``optimizer.step``, and calls `Steps.take`.
+`Steps.before` is a step pre-hook of PyTorch, which clips. How gradients are clipped is in
+`gradients`, and how a step is skipped in `skip`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from uniclip._errors import counted, summarize
+from uniclip.integrations.torch.checks import can_skip, spans_leaves
+from uniclip.integrations.torch.gradients import ClosureLoss, GradientClipping
+from uniclip.integrations.torch.guard import Guard
+from uniclip.integrations.torch.parameters import Parameters
+from uniclip.integrations.torch.rounds import Round
+from uniclip.integrations.torch.skip import SkippedStep
+from uniclip.integrations.torch.state import RuleState
+from uniclip.rule import BaseRule
+
+Changed: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]] | None
+"""The arguments that a step gets in place of its own, if any, with the optimizer first."""
+
+_backward_number = torch._C._current_graph_task_id  # noqa: SLF001 - PyTorch has no public name for it
+"""Returns the number of the backward pass that runs in this thread, -1 outside of one."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function outside of compiled code."""
+    return function(*args)
+
+
+class Steps:
+    """The steps of some optimizers under one rule.
+
+    Their replaced steps call `take`, and their hooks call `before`. Both have this object, which
+    therefore holds no optimizer.
+    """
+
+    loss: ClosureLoss = None
+    """The loss of the next step, for rules that use it."""
+
+    def __init__(
+        self, rule: BaseRule, params: Parameters, state: RuleState, clipping: GradientClipping
+    ) -> None:
+        self._rule = rule
+        self._params = params
+        self._spans_leaves = spans_leaves(rule)
+        self._can_skip = can_skip(rule) or len(params.optimizers) > 1
+        self._state = state
+        self._clipping = clipping
+        self._round = Round(params)
+        self._is_skipped = False
+        """Whether the rule skips the steps of this round."""
+        self._uncalled: object = None
+        """The closure of a step, until the step calls it."""
+        self._took_fast_path = False
+        """Whether the step that runs was clipped on the fast path, which leaves nothing behind."""
+        self._guard = params.guard = Guard(params, rule)
+
+    def __repr__(self) -> str:
+        """Return the rule and the optimizers."""
+        kinds = " and ".join([type(one).__name__ for one in self._params.optimizers])
+        params = counted(len(self._params.tensors()), "parameter")
+        return f"<attach: {self._rule!r}, {kinds} of {params}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
+        """Return this object: a copied hook is of another optimizer, and does nothing there."""
+        return self
+
+    def remove(self) -> None:
+        """Watch the parameters no more, and release them."""
+        self._guard.remove()
+        self._params.release()
+        # A step that failed may have left flags set.
+        self._clipping.skip.end_step()
+        self._clipping.skip.clear_flags()
+
+    def take(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., object],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> object:
+        """Take a step, in which a hook clips; stop it if the rule skips it."""
+        guard = self._guard
+        # An optimizer may call its own step, or that of another one of the list.
+        if guard.is_running:
+            self._round.add(optimizer)
+            return step(*args, **kwargs)
+
+        guard.is_running = True
+        try:
+            result = step(*args, **kwargs)
+            if not guard.is_open or self._uncalled is not None:
+                self._raise_unclipped(optimizer)
+        except SkippedStep as skipped:
+            # A scheduler would warn that no step came before its own.
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
+            return skipped.loss
+        else:
+            return result
+        finally:
+            guard.close()
+            if self._took_fast_path:
+                self._took_fast_path = False
+            else:
+                self._end(optimizer)
+
+    def take_without_hooks(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., object],
+        *args: Any,
+        **kwargs: Any,
+    ) -> object:
+        """Clip, and take a step that runs no hooks."""
+        changed = self.before(optimizer, (optimizer, *args), kwargs)
+        if changed is None:
+            return step(*args, **kwargs)
+        (_, *new_args), new_kwargs = changed
+        return step(*new_args, **new_kwargs)
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Changed:
+        """Clip before a step; also the gradients of a closure, each time the step calls it."""
+        # A compiled step would not see what is set for it.
+        if torch.compiler.is_dynamo_compiling():
+            changed: Changed = _outside(self.before, optimizer, args, kwargs)
+            return changed
+
+        # A class that calls super().step() runs its hooks once more, and a copy runs them, too.
+        guard = self._guard
+        if guard.is_open or not guard.is_running:
+            return None
+
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        is_plain = closure is None and not kwargs and self.loss is None
+        # During backward gradients may be missing.
+        if is_plain and _backward_number() == -1 and self._clipping.clip_on_fast_path(optimizer):
+            self._took_fast_path = True
+            guard.open()
+            return None
+        return self._before_generally(optimizer, args, kwargs)
+
+    def _before_generally(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Changed:
+        """Clip before a step that does not take the fast path."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+
+        # The steps of a round are clipped, or skipped, with its first.
+        if not callable(closure) and self._round.includes(optimizer):
+            self._clipping.take_from_scaler(optimizer)
+            self._guard.open()
+            self._stop_if_skipped()
+            return None
+
+        # A dummy step has no gradients to clip, and is not a step of the rule.
+        if kwargs == {"closure": None} and self._clipping.only_makes_state():
+            self._guard.open()
+            return None
+        self._check(optimizer, kwargs)
+
+        # A loss that outlived a failed step would be used for another one.
+        loss = self.loss
+        self.loss = None
+        self._is_skipped = False
+        self._clipping.skip.clear_flags()
+
+        # The gradients of a closure do not exist yet.
+        if callable(closure):
+            self._guard.open()
+            return self._with_clipped_closure(closure, loss, args, kwargs)
+
+        self._is_skipped = self._clipping.clip(optimizer, loss)
+        self._round.begin()
+        self._guard.open()
+        self._stop_if_skipped()
+        return None
+
+    def _stop_if_skipped(self) -> None:
+        """Stop a step that has moved nothing yet, if the rule skips it."""
+        if self._is_skipped:
+            raise SkippedStep(None)
+
+    def _with_clipped_closure(
+        self,
+        closure: Callable[[], ClosureLoss],
+        loss: ClosureLoss,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Changed:
+        """Return the arguments of a step with a closure that clips the gradients it computes."""
+        self._uncalled = closure
+        if self._can_skip:
+            self._clipping.skip.expect_closure(self._params.tensors())
+
+        clipped = partial(self._run_closure, args[0], closure, loss)
+        if len(args) > 1:
+            return (args[0], clipped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": clipped}
+
+    def _run_closure(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], ClosureLoss],
+        loss: ClosureLoss,
+    ) -> ClosureLoss:
+        """Run the closure of a step, clip its gradients, and return its loss."""
+        # An optimizer may run it again after a skip.
+        self._clipping.skip.show_grads()
+        self._uncalled = None
+
+        closure_loss = closure()
+        used_loss = loss if closure_loss is None else closure_loss
+        self._is_skipped = self._clipping.clip(optimizer, used_loss)
+        self._round.begin()
+        self._clipping.skip.leave_closure(
+            self._params.tensors(), closure_loss, skip=self._is_skipped
+        )
+        return closure_loss
+
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave nothing behind of a step, also of one that failed."""
+        if torch.compiler.is_dynamo_compiling():
+            _outside(self._end, optimizer)
+            return
+
+        self._uncalled = None
+        self._clipping.skip.end_step()
+        self._round.add(optimizer)
+        if self._round.is_over:
+            self._clipping.skip.clear_flags()
+
+    def _check(self, optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> None:
+        """Raise if a step cannot be clipped, and warn if the rule did not get its state back."""
+        self._raise_if_in_backward(optimizer)
+        # The rule's state may be loaded after the optimizer's, so the warning waits for a step.
+        self._state.warn_if_missing()
+
+        # GradScaler passes itself to optimizers that divide the gradients in their step.
+        if "grad_scaler" in kwargs:
+            msg = (
+                f"{type(optimizer).__name__} unscales inside its step; clip manually after "
+                "scaler.unscale_()"
+            )
+            raise TypeError(msg)
+
+    def _raise_if_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise for a step during backward, when other gradients are not there yet, if a norm or a
+        limit of the rule depends on several leaves.
+        """
+        if not self._spans_leaves or _backward_number() == -1:
+            return
+        msg = (
+            f"{type(optimizer).__qualname__} took a step during backward, but a norm of "
+            f"{summarize(self._rule)} spans several parameters, whose gradients are not all "
+            "computed then; use a rule with a norm for each leaf, such as uc.by_norm(1.0) or "
+            "uc.agc(0.01), or take the step after backward"
+        )
+        raise RuntimeError(msg)
+
+    def _raise_unclipped(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Raise for a step that was taken without its hook, or without its closure: the gradients
+        that it used were not clipped.
+        """
+        kind = type(optimizer).__qualname__
+        msg = (
+            f"{kind}.step was given a closure and did not call it, so the gradients that it used "
+            "are not clipped; call step() without it, after backward"
+        )
+        if not self._guard.is_open:
+            msg = (
+                f"{kind}.step ran no step pre-hooks, so the gradients that it used are not "
+                "clipped; its class or its step was changed after attach, so attach after that"
+            )
+        raise RuntimeError(msg)

@@ -1,0 +1,540 @@
+"""The contract of `attach`, beyond that of all integrations: hooks, names, references, copies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import warnings
+import weakref
+from collections import OrderedDict
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import uniclip as uc
+from adapters.on_torch import Combined, five, params_of
+from uniclip import insight
+from uniclip.integrations.torch import attach
+
+ONE, OTHER = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+"""Gradients of norm 5 and 12, together 13."""
+
+RULES: dict[str, Any] = {
+    "constant": uc.by_global_norm(1.0),
+    "skip": uc.by_global_norm(1.0, nonfinite="skip"),
+    "above": uc.by_global_norm(1.0, skip_above=1e3),
+    "stateful": uc.zclip(warmup=2),
+    "chain": uc.chain(uc.by_global_norm(2.0), uc.by_global_norm(1.0)),
+    "leaves": uc.by_norm(1.0),
+}
+"""Rules that take different ways; under each, a gradient of 5 may not move a weight by more."""
+
+
+@pytest.fixture
+def swaps() -> Any:
+    """Have ``model.to()`` swap tensors, as it does with DTensors."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def model_of(*sizes: int) -> torch.nn.Sequential:
+    """Return layers with gradients."""
+    layers = [torch.nn.Linear(n, m) for n, m in pairwise(sizes)]
+    model = torch.nn.Sequential(*layers)
+    model(torch.ones(1, sizes[0])).sum().backward()
+    return model
+
+
+def times_ten(optimizer: Any, *_: object) -> None:
+    """Multiply the gradients of an optimizer by ten: a hook of the user's."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(10)
+
+
+# Conversions of a model.
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.usefixtures("swaps")
+def test_a_model_that_is_converted(name: str, steps: int) -> None:
+    """A model can be converted before and after steps, also with groups that are gone, and once the
+    rule is removed; the rule goes on.
+    """
+    model = model_of(2, 3, 1)
+    optimizer = AdamW([{"params": layer.parameters()} for layer in model])
+    handle = attach(optimizer, RULES[name], names=model)
+    for _ in range(steps):
+        optimizer.step()
+    if steps:
+        del optimizer.param_groups[1]
+        optimizer.step()
+    for convert in (model.double, model.float, model.cpu, lambda: model.to(torch.float64)):
+        convert()
+        model(torch.ones(1, 2, dtype=model[0].weight.dtype)).sum().backward()
+        optimizer.state.clear()
+        optimizer.step()
+    handle.remove()
+    model.float()
+
+
+# Hooks of the user.
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_hooks_before_and_after(name: str) -> None:
+    """Hooks that were registered before `attach` run before the clip, later ones after it."""
+    w = five()
+    optimizer = SGD([w], lr=1.0)
+    hook = optimizer.register_step_pre_hook(times_ten)
+    attach(optimizer, uc.chain(RULES[name], uc.by_global_norm(1.0)))
+    optimizer.step()
+    assert w.detach().norm().item() == pytest.approx(1.0)
+
+    hook.remove()
+    optimizer.register_step_pre_hook(times_ten)
+    w.data.zero_()
+    w.grad = ONE.clone()
+    optimizer.step()
+    assert w.detach().norm().item() == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_hooks_of_a_skipped_step(closure: bool) -> None:
+    """Hooks from before `attach` run at a skipped step, and no others."""
+    w, calls = five(), []
+    optimizer = SGD([w], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    attach(optimizer, uc.by_global_norm(1.0, skip_above=1.0))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("after"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    result = optimizer.step(lambda: 7.0) if closure else optimizer.step()
+    # With a closure the decision falls after all pre-hooks.
+    assert calls == (["before", "after"] if closure else ["before"])
+    assert result == (7.0 if closure else None)
+    assert w.tolist() == [0.0, 0.0]
+
+
+def test_hooks_in_a_list() -> None:
+    """Of a list, hooks of the optimizer that steps first may change gradients before the clip.
+
+    One of a later optimizer raises, unless it was registered after `attach`.
+    """
+    for first, late in ((True, False), (False, False), (False, True)):
+        one, other = params_of(ONE, OTHER)
+        opts = [SGD([one], lr=1.0), SGD([other], lr=1.0)]
+        if not late:
+            opts[not first].register_step_pre_hook(times_ten)
+        handle = attach(opts, uc.by_global_norm(1.0))
+        if late:
+            opts[1].register_step_pre_hook(times_ten)
+        opts[0].step()
+        if first or late:
+            opts[1].step()
+            assert handle.report.norms.item() == pytest.approx(math.hypot(50, 12) if first else 13)
+        else:
+            with pytest.raises(RuntimeError, match="hook that changes gradients"):
+                opts[1].step()
+            assert not other.any()
+
+
+def test_a_step_without_its_hooks() -> None:
+    """An object whose own ``step`` runs no hooks is clipped before it; one that loses its hooks
+    after `attach` raises.
+    """
+    one, other = params_of(ONE, OTHER)
+    outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    outer.step = lambda: [inside.step() for inside in outer.optimizers]
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert handle.report.norms.item() == 13
+
+    kind = type("Loses", (SGD,), {})
+    optimizer = kind([five()], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0))
+    kind.step = lambda self: None
+    with pytest.raises(RuntimeError, match="ran no step pre-hooks"):
+        optimizer.step()
+
+
+# Names.
+
+
+def replace(model: Any, optimizer: Any) -> None:
+    """Replace the parameters of a model and of its optimizer, as FSDP2 does in Accelerate."""
+    by_old = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            new = torch.nn.Parameter(p.detach().clone())
+            new.grad = None if p.grad is None else p.grad.clone()
+            by_old[id(p)] = module._parameters[name] = new
+    for group in optimizer.param_groups:
+        group["params"] = [by_old[id(p)] for p in group["params"]]
+
+
+NAMES: dict[str, Any] = {
+    "module": lambda model: {"names": model},
+    "pairs": lambda model: {"names": list(model.named_parameters())},
+    "iterator": lambda model: {"names": model.named_parameters()},
+    "own": lambda model: {},
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_parameters_that_are_replaced(kind: str, loaded: bool) -> None:
+    """Names and a loaded state stay with parameters that are replaced before the first step, as by
+    ``accelerator.prepare``.
+    """
+    by_layer = uc.by_group_norm({"0": 1.0, "1": 2.0}, lambda path, _: path[1].partition(".")[0])
+    rule = uc.chain(uc.norm_growth(1.5), by_layer)
+    model = model_of(2, 3, 1)
+    params = model.named_parameters() if kind == "own" else model.parameters()
+    optimizer = SGD(params, lr=0.0)
+    handle = attach(optimizer, rule, **NAMES[kind](model))
+    saved = handle.numbers()
+    assert saved["leaves"][0] == [f"[0]['{name}']" for name, _ in model.named_parameters()]
+    if loaded:
+        # Limits of 0, so that everything is clipped to nothing.
+        (name,) = (name for name, row in saved["state"].items() if isinstance(row, list))
+        saved["state"][name] = [0.0] * 4
+        handle.load_state_dict(saved)
+    replace(model, optimizer)
+    optimizer.step()
+    assert handle.numbers()["leaves"] == saved["leaves"]
+    assert any(p.grad.any() for p in model.parameters()) != loaded
+
+
+@pytest.mark.parametrize("kind", ["module", "own"])
+def test_names_after_the_first_step(kind: str) -> None:
+    """Parameters that are replaced later have the names that the model or the optimizer has."""
+    model = model_of(2, 3, 1)
+    params = model.named_parameters() if kind == "own" else model.parameters()
+    optimizer = SGD(params, lr=0.0)
+    handle = attach(optimizer, uc.adagc(), **NAMES[kind](model))
+    optimizer.step()
+    before = handle.numbers()["leaves"]
+    replace(model, optimizer)
+    optimizer.step()
+    assert (
+        handle.numbers()["leaves"]
+        == before
+        == [[f"[0]['{n}']" for n, _ in model.named_parameters()]]
+    )
+
+
+@pytest.mark.parametrize(
+    "names", [lambda model: [], lambda model: iter(()), lambda model: torch.nn.ReLU()]
+)
+def test_no_names(names: Any) -> None:
+    """Names that are none are refused, such as a used-up iterator."""
+    model = model_of(2, 1)
+    with pytest.raises(ValueError, match="names has no parameters"):
+        attach(SGD(model.parameters()), uc.by_norm(1.0), names=names(model))
+    used_up = model.named_parameters()
+    assert len(list(used_up)) == 2
+    with pytest.raises(ValueError, match="iterator that was used"):
+        attach(SGD(model.parameters()), uc.by_norm(1.0), names=used_up)
+
+
+# Gradients that are elsewhere.
+
+
+class MasterWeights(Optimizer):
+    """An optimizer of bfloat16 weights that steps float32 copies of them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.pairs = [
+            (p, torch.nn.Parameter(p.detach().float()))
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        self.inside = SGD([copied for _, copied in self.pairs], lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        for p, copied in self.pairs:
+            copied.grad = p.grad.float()
+        self.inside.step()
+        for p, copied in self.pairs:
+            p.data.copy_(copied.data)
+
+
+def test_copies_of_the_weights() -> None:
+    """An optimizer with float32 copies of its weights says where to attach, and is right there."""
+    w = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([w])
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    w.grad = ONE.bfloat16()
+    with pytest.raises(RuntimeError, match="attach to the optimizer inside"):
+        optimizer.step()
+    assert not w.any()
+    handle.remove()
+
+    handle = attach(optimizer.inside, uc.by_global_norm(1.0))
+    norms = []
+    for size in (1.0, 1.0, 1.0):
+        w.grad = torch.tensor([size, 0.0], dtype=torch.bfloat16)
+        optimizer.step()
+        norms.append(handle.report.norms.item())
+    assert norms == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_main_grad(name: str, mixed: bool) -> None:
+    """Gradients in ``main_grad`` are not clipped, which the first step says, and no later one."""
+    one, other = params_of(ONE, OTHER)
+    one.grad, one.main_grad = None, ONE.clone()
+    if not mixed:
+        other.grad, other.main_grad = None, OTHER.clone()
+    optimizer = SGD([one, other], lr=1.0)
+    attach(optimizer, RULES[name])
+    count = "1 parameter of 2" if mixed else "2 parameters of 2"
+    with pytest.warns(UserWarning, match=f"{count} have a gradient in main_grad") as seen:
+        optimizer.step()
+    assert len(seen) == 1
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_report_of_an_earlier_step(name: str) -> None:
+    """A step without gradients, or one that a loss scale skips, has no report of an earlier one."""
+    w = five()
+    optimizer = SGD([w], lr=1.0)
+    handle = attach(optimizer, RULES[name])
+    optimizer.step()
+    assert handle.report is not None
+    w.grad = None
+    with pytest.warns(UserWarning, match="no parameter had a gradient"):
+        optimizer.step()
+    assert handle.report is None
+    assert handle.logs() == {}
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_copy_says_that_it_has_no_rule(attached: bool) -> None:
+    """Copies and pickles of an optimizer warn once, also after the original is gone.
+
+    A rule that is attached to the copy ends it, and a copy made after ``remove`` says nothing.
+    """
+    optimizer = AdamW([five()], lr=1.0)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    assert optimizer.defaults == copies[0].defaults
+    handle.remove()
+    copies.append(copy.deepcopy(optimizer))
+    assert type(optimizer.defaults) is dict
+    if not attached:
+        del optimizer, handle
+        gc.collect()
+    for number, copied in enumerate(copies):
+        (w,) = copied.param_groups[0]["params"]
+        w.grad = ONE.clone()
+        if attached:
+            attach(copied, uc.by_global_norm(1.0))
+        if attached or number == 2:
+            copied.step()
+        else:
+            with pytest.warns(UserWarning, match="this AdamW is a copy"):
+                copied.step()
+            copied.step()
+            assert "uniclip" not in str(copied.state_dict())
+
+
+# References.
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_training_that_is_deleted(name: str, wraps: bool) -> None:
+    """Nothing keeps a training alive: its parameters are freed without a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        alive = []
+        for _ in range(3):
+            params = [five() for _ in range(2)]
+            optimizer = AdamW([("a", params[0]), ("b", params[1])])
+            handle = attach(optimizer, RULES[name])
+            scheduler = StepLR(optimizer, 1) if wraps else None
+            optimizer.step()
+            handle.state_dict()
+            optimizer.state_dict()
+            alive += [weakref.ref(p) for p in params]
+            del params, optimizer, handle, scheduler
+        assert [reference() for reference in alive] == [None] * 6
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("names", ["module", "own"])
+def test_parameters_that_a_library_shards(name: str, names: str) -> None:
+    """Whole parameters are freed when others take their places before the first step."""
+    model = model_of(2, 3, 1)
+    params = model.named_parameters() if names == "own" else model.parameters()
+    optimizer = SGD(params, lr=0.0)
+    handle = attach(optimizer, RULES[name], **NAMES[names](model))
+    alive = [weakref.ref(p) for p in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        replace(model, optimizer)
+        del params
+        assert [reference() for reference in alive] == [None] * 4
+    finally:
+        gc.enable()
+    optimizer.step()
+    assert handle.report is not None
+
+
+def test_a_parameter_that_is_deleted_later() -> None:
+    """A parameter that has left the groups is freed at the next save after everybody has dropped
+    it, and at once by ``remove``.
+    """
+    params = [five() for _ in range(3)]
+    optimizer = SGD([{"params": [p]} for p in params], lr=0.0)
+    handle = attach(optimizer, uc.norm_growth(1.5))
+    optimizer.step()
+    alive = [weakref.ref(p) for p in params]
+    while len(optimizer.param_groups) > 1:
+        optimizer.param_groups.pop()
+    optimizer.step()
+    del params[1]
+    handle.state_dict()
+    assert alive[1]() is None
+    del params[1]
+    handle.remove()
+    assert alive[2]() is None
+
+
+def test_the_handle_keeps_the_optimizer() -> None:
+    """The handle alone is enough to go on training; a kept step alone is not."""
+    w = five()
+    handle = attach(SGD([w], lr=1.0), uc.by_global_norm(1.0))
+    gc.collect()
+    handle.optimizer.step()
+    torch.testing.assert_close(w.detach(), -ONE / 5)
+    step = handle.optimizer.step
+    del handle
+    with pytest.raises(ReferenceError, match="keep a reference to it"):
+        step()
+
+
+def test_a_recorder_of_a_handle_that_was_dropped() -> None:
+    """A recorder belongs to its optimizer as long as that exists, with or without its handle."""
+    record = insight.Recorder(lambda row: None)
+    optimizer = SGD([five()], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0), record=record)
+    with pytest.raises(ValueError, match=r"already records <attach: .*, SGD of 1 parameter>"):
+        attach(SGD([five()]), uc.by_global_norm(1.0), record=record)
+    del optimizer
+    attach(SGD([five()]), uc.by_global_norm(1.0), record=record)
+
+
+# A new rule for an old checkpoint.
+
+
+@pytest.mark.parametrize("way", ["optimizer", "handle", "clipper"])
+def test_another_rule_begins_anew(way: str) -> None:
+    """A state of another rule is refused, and the error names ``resume=False``, which begins anew
+    without a warning.
+    """
+    old, new = uc.zclip(warmup=2), uc.chain(uc.zclip(warmup=2), uc.by_global_norm(1.0))
+    saving = Adam([five()])
+    handle = attach(saving, old)
+    saving.step()
+    saved = saving.state_dict()
+
+    def load(resume: bool) -> Any:
+        if way == "clipper":
+            clipper = uc.Clipper(new, resume=resume)
+            clipper.load_state_dict(saved["uniclip"])
+            clipper([ONE])
+            return clipper
+        optimizer = Adam([five()])
+        other = attach(optimizer, new, resume=resume)
+        if way == "optimizer":
+            optimizer.load_state_dict(saved)
+        else:
+            other.load_state_dict(saved["uniclip"])
+        optimizer.step()
+        return other
+
+    with pytest.raises(ValueError, match=r"resume=False"):
+        load(resume=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(resume=False).report is not None
+    assert handle.numbers()["rule"] != load(resume=False).state_dict()["rule"]
+
+
+def test_wrappers_that_are_known() -> None:
+    """A class with the name of a known wrapper stands for the optimizer inside, if it has one."""
+    optimizer = SGD([five()], lr=1.0)
+    wrapper = type("AcceleratedOptimizer", (), {"optimizer": optimizer, "scaler": None})()
+    assert attach(wrapper, uc.by_global_norm(1.0)).optimizer is optimizer
+    empty = type("DPOptimizer", (), {"original_optimizer": None})()
+    with pytest.raises(TypeError, match="optimizer must be"):
+        attach(empty, uc.by_global_norm(1.0))
+
+
+def test_a_signature_that_a_scaler_sees() -> None:
+    """The replaced step has the signature and the name of the optimizer's own."""
+    import inspect
+
+    optimizer = SGD([five()], lr=1.0)
+    before = inspect.signature(optimizer.step)
+    attach(optimizer, uc.by_global_norm(1.0))
+    assert inspect.signature(optimizer.step) == before
+    assert optimizer.step.__name__ == "step"
+    kind = type("Scales", (SGD,), {"step": lambda self, closure=None, *, grad_scaler=None: None})
+    kind._step_supports_amp_scaling = True
+    scales = kind([five()], lr=1.0)
+    attach(scales, uc.by_global_norm(1.0))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    # GradScaler says that such a step is deprecated.
+    warnings.simplefilter("ignore")
+    with pytest.raises(TypeError, match="unscales inside its step"):
+        scaler.step(scales)
+
+
+def test_groups_of_an_ordered_dict() -> None:
+    """A dict of optimizers is one list, in its order; names are those of each optimizer."""
+    one, other = params_of(ONE, OTHER)
+    opts = OrderedDict(muon=SGD([("m", one)], lr=1.0), adamw=SGD([("a", other)], lr=1.0))
+    handle = attach(opts, uc.adagc())
+    for optimizer in opts.values():
+        optimizer.step()
+    assert handle.optimizers == list(opts.values())
+    assert handle.numbers()["leaves"] == [["[0]['m']", "[1]['a']"]]
+    assert repr(handle) == "<attach: uc.adagc(), SGD and SGD of 2 parameters>"
+    handle.remove()
+    assert repr(handle).endswith(", removed>")
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=1.0), partial(AdamW, lr=1.0, fused=True)])
+def test_a_parameter_added_on_the_fast_path(make: Any) -> None:
+    """Groups that are added after `attach` are guarded as well as those from before."""
+    one, other = params_of(ONE, OTHER)
+    optimizer = make([one])
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.step()
+    optimizer.add_param_group({"params": [other]})
+    one.grad = ONE.clone()
+    optimizer.step()
+    assert handle.report.norms.item() == pytest.approx(13)

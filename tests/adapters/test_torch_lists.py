@@ -1,0 +1,156 @@
+"""Rules attached to a list of optimizers, and steps that go past the attached one."""
+
+from __future__ import annotations
+
+import gc
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import uniclip as uc
+from adapters.on_torch import Combined, five, params_of
+from uniclip.integrations.torch import attach
+
+SCALING = "_step_supports_amp_scaling"
+"""The attribute of optimizers with fused kernels, which a GradScaler looks for."""
+ONE, OTHER = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+"""Gradients of norm 5 and 12, together 13."""
+
+
+def pair(make: Any = None) -> tuple[Any, Any, list[Any]]:
+    """Return two parameters, and an optimizer of each."""
+    one, other = params_of(ONE, OTHER)
+    make = make or partial(SGD, lr=1.0)
+    return one, other, [make([one]), make([other])]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda opts: dict(zip("ab", opts, strict=True))])
+def test_one_norm_for_a_list(kind: Any) -> None:
+    """The first step of a round clips all gradients, in any order of the steps."""
+    one, other, opts = pair()
+    handle = attach(kind(opts), uc.zclip(warmup=2))
+    for round_, order in enumerate((opts, opts[::-1], opts)):
+        one.grad, other.grad = ONE.clone() * (1 + round_), OTHER.clone() * (1 + round_)
+        for optimizer in order:
+            optimizer.step()
+    assert handle.state.norm_count.item() == 3
+    assert handle.report.norms.item() == pytest.approx(39)
+    assert opts[0].state_dict()["uniclip"]["state"].keys() == handle.state_dict()["state"].keys()
+    handle.remove()
+    assert all("step" not in vars(optimizer) for optimizer in opts)
+
+
+def test_a_skipped_round() -> None:
+    """No optimizer of a skipped round steps, and the next round does."""
+    one, other, opts = pair(partial(AdamW, lr=1.0))
+    attach(opts, uc.by_global_norm(1.0, nonfinite="skip"))
+    other.grad.fill_(math.nan)
+    for optimizer in opts:
+        optimizer.step()
+    assert not any(optimizer.state for optimizer in opts)
+    one.grad, other.grad = ONE.clone(), OTHER.clone()
+    for optimizer in opts:
+        optimizer.step()
+    assert all(optimizer.state for optimizer in opts)
+
+
+def test_a_round_that_was_left() -> None:
+    """An optimizer that steps alone begins a round; one that takes turns is refused."""
+    one, other, opts = pair()
+    handle = attach(opts, uc.by_global_norm(1.0))
+    for size in (1.0, 2.0):
+        one.grad, other.grad = size * ONE, size * OTHER
+        opts[1].step()
+    one.grad, other.grad = 3 * ONE, 3 * OTHER
+    opts[0].step()
+    assert handle.report.norms.item() == pytest.approx(39)
+    opts[1].step()
+    torch.testing.assert_close(one.detach(), -ONE / 13)
+
+    one.grad, other.grad = ONE.clone(), None
+    opts[0].step()
+    other.grad = OTHER.clone()
+    with pytest.raises(RuntimeError, match="have changed"):
+        opts[1].step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_a_loss_scale_of_a_list(options: dict[str, Any]) -> None:
+    """With a GradScaler all are unscaled first, and an infinity in one skips all."""
+    one, other, opts = pair(partial(Adam, lr=1.0, **options))
+    handle = attach(opts, uc.by_global_norm(1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    one.grad, other.grad = 1024 * ONE, 1024 * OTHER
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.step(opts[0])
+    assert not one.any()
+    scaler.update()
+
+    for grad in (OTHER, OTHER * math.inf):
+        one.grad, other.grad = 1024 * ONE, 1024 * grad
+        for optimizer in opts:
+            scaler.unscale_(optimizer)
+        for optimizer in opts:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [
+            float(optimizer.state[p]["step"]) for optimizer in opts for p in optimizer.state
+        ] == [1, 1]
+    handle.remove()
+    assert not any("step" in vars(optimizer) for optimizer in opts)
+    assert all(hasattr(optimizer, SCALING) == bool(options) for optimizer in opts)
+
+
+class Around(Optimizer):
+    """An optimizer that steps another one of the same parameters."""
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__(inside.param_groups, {})
+        self.inside = inside
+
+    def step(self, closure: Any = None) -> None:
+        self.inside.step()
+
+
+def test_steps_past_the_attached_one() -> None:
+    """Any other optimizer of the same parameters raises before it moves them."""
+    w = five()
+    optimizer = SGD([w], lr=1.0)
+    kept = optimizer.step
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    for step in (kept, SGD([w], lr=1.0).step, Around(optimizer).step):
+        with pytest.raises(RuntimeError, match="past the step"):
+            step()
+    assert not w.any()
+    handle.remove()
+    kept()
+    assert w.tolist() == [-3.0, -4.0]
+
+
+def test_an_optimizer_that_was_dropped() -> None:
+    """An optimizer that nobody uses any more does not stand in the way of the next one."""
+    w = five()
+    optimizer = SGD([w], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0))
+    gc.disable()
+    try:
+        optimizer = SGD([w], lr=1.0)
+        optimizer.step()
+    finally:
+        gc.enable()
+    assert w.tolist() == [-3.0, -4.0]
+
+
+def test_clipped_twice() -> None:
+    """A step inside of another one that has clipped the same parameters raises."""
+    _, _, opts = pair()
+    outer = Combined(*opts)
+    attach(outer, uc.by_global_norm(1.0))
+    attach(opts[0], uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="twice"):
+        outer.step()
