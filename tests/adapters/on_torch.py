@@ -40,7 +40,11 @@ class Attached(Adapter):
         }
         self.inside = self.make(list(self.model.items()), **options)
         if rule is not None:
-            self.handle = attach(self.inside, rule, record=record)
+            self.handle = attach(self.target(), rule, record=record)
+
+    def target(self) -> Any:
+        """Return what the rule is attached to."""
+        return self.inside
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch."""

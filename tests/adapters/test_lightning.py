@@ -363,6 +363,20 @@ def test_parameters_outside_of_the_module() -> None:
     assert callback.handles[0].numbers()["leaves"] == [["[0][0]"]]
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_new_rule_for_an_old_checkpoint(tmp_path: Path) -> None:
+    """The error of a checkpoint of another rule names ``resume=False``, which begins anew."""
+    old, new = uc.zclip(warmup=2), uc.chain(uc.zclip(warmup=2), uc.by_global_norm(1.0))
+    path = tmp_path / "old.ckpt"
+    fit(Module(), BATCHES[:2], ClipGradients(old)).save_checkpoint(path)
+    again = partial(fit, Module(), BATCHES[:2], ckpt_path=path, max_epochs=2)
+    with pytest.raises(ValueError, match=r"resume=False"):
+        again(ClipGradients(new))
+    callback = ClipGradients(new, resume=False)
+    again(callback)
+    assert callback.handles[0].numbers()["state"]["0.count"] == [2]
+
+
 def test_refused() -> None:
     """A value that is no rule is refused at once.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,13 +14,89 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import uniclip as uc
+from adapters.contract import variants
 from adapters.on_torch import Combined, five, params_of
+from adapters.test_torch_several import Joint, JointFused
+from kit.training import Batch
 from uniclip.integrations.torch import attach
 
 SCALING = "_step_supports_amp_scaling"
 """The attribute of optimizers with fused kernels, which a GradScaler looks for."""
+RULES = ("by_global_norm", "by_norm", "autoclip", "skip", "skip_spikes", "adagc", "zero")
+"""The kinds of rules that the contract of a list is checked with."""
 ONE, OTHER = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
 """Gradients of norm 5 and 12, together 13."""
+
+
+class Loop:
+    """What a training loop does with a list of optimizers; no optimizer itself."""
+
+    def __init__(self, *opts: Any) -> None:
+        self.optimizers = list(opts)
+
+    def step(self) -> None:
+        """Step one after the other."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Remove the gradients of all."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class Listed(Joint):
+    """The small model under a list of two optimizers."""
+
+    kind = Loop
+
+    def target(self) -> Any:
+        """Return the list."""
+        return self.inside.optimizers
+
+
+class ListedFused(Listed):
+    """A list of fused optimizers."""
+
+    optimizer = "adam"
+    single = JointFused.single
+
+
+class ListedScaled(Listed):
+    """A list under a loss scale, which divides the gradients of all before the first step."""
+
+    takes = Listed.takes - {"micro", "record", "bits"} | {"scale"}
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Start with a scale of 1024."""
+        super().start(uc, rule, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.inside.zero_grad()
+        loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        if self.handle is not None:
+            self.handle.loss = loss.detach()
+        for optimizer in self.inside.optimizers:
+            self.scaler.unscale_(optimizer)
+        for optimizer in self.inside.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+VARIANTS: dict[type[Listed], tuple[str, ...] | None] = {
+    Listed: None,
+    ListedFused: RULES,
+    ListedScaled: ("by_global_norm", "zero", "adagc", "skip", "skip_spikes"),
+}
+
+
+@pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
+def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
+    """A list of optimizers keeps the contract of all integrations."""
+    check(make, uc, tmp_path)
 
 
 def pair(make: Any = None) -> tuple[Any, Any, list[Any]]:
@@ -76,6 +154,25 @@ def test_a_round_that_was_left() -> None:
     other.grad = OTHER.clone()
     with pytest.raises(RuntimeError, match="have changed"):
         opts[1].step()
+
+
+@pytest.mark.parametrize("infinite", [0, 1])
+@pytest.mark.parametrize("policy", ["propagate", "skip", "zero", "raise"])
+def test_an_infinity_under_a_loss_scale(policy: Any, infinite: int) -> None:
+    """An infinity in one optimizer skips all, under any policy, and lowers the scale once."""
+    *params, opts = pair(partial(Adam, lr=1.0))
+    handle = attach(opts, uc.by_global_norm(1.0, nonfinite=policy))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    params[infinite].grad[0] = math.inf
+    for optimizer in opts:
+        scaler.unscale_(optimizer)
+    for optimizer in opts:
+        scaler.step(optimizer)
+    scaler.update()
+    assert not any(optimizer.state for optimizer in opts)
+    assert handle.report is None
+    assert scaler.get_scale() == 512
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)

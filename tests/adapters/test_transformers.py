@@ -252,6 +252,30 @@ def test_no_old_state_is_loaded(between: str, tmp_path: Path) -> None:
     assert callback.state_dict()["state"] != {}
 
 
+@pytest.mark.parametrize("mixin", [False, True])
+def test_a_new_rule_for_an_old_checkpoint(tmp_path: Path, *, mixin: bool) -> None:
+    """The error of a checkpoint of another rule names ``resume=False``, which begins anew."""
+    old, new = uc.zclip(warmup=2), uc.chain(uc.zclip(warmup=2), uc.by_global_norm(1.0))
+    options = {"save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0, "max_steps": 6}
+
+    def run(of: list[Batch], rule: Any, start: Any = None, **more: Any) -> Any:
+        loader = [tensors(batch) for batch in of]
+        if mixin:
+            made: Any = Clipping(tmp_path, loader, rule=rule, **more, **options)
+            made.train(resume_from_checkpoint=start)
+            return made.clipping
+        callback = ClipGradients(rule, **more)
+        Feeding(tmp_path, loader, callback, **options).train(resume_from_checkpoint=start)
+        return callback.handle
+
+    run(BATCHES[:6], old)
+    again = partial(run, BATCHES[3:6], new, tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"resume=False"):
+        again()
+    handle = again(resume=False)
+    assert handle.numbers()["state"]["0.count"] == [3]
+
+
 @pytest.mark.parametrize("check", contract(Trained, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
     """The callback keeps the contract of all integrations."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from uniclip.integrations.torch import Attached
+from uniclip.integrations.torch.attaching import attach_unsaved
 from uniclip.integrations.torch.checks import names_in
-from uniclip.integrations.torch.handle import attach_unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +61,13 @@ class ClipGradients(Callback):
         Records each step of the only clipped optimizer, with its loss: the mean over accumulated
         batches. With a loss scale (``"16-mixed"``), it records no loss. A fit resumed from a
         checkpoint continues the file.
+    resume : bool, default True
+        ``False`` begins anew: the state of a rule in a checkpoint is ignored, such as that of
+        another rule. For the first run with a new rule that resumes from an old checkpoint.
 
     Attributes
     ----------
-    all_reduce, shared
+    all_reduce, shared, resume
         The arguments. The callback uses them when a ``fit`` starts, so that ``configure_model`` can
         still set them, for example to a process group.
     handles : list of Attached
@@ -106,12 +109,15 @@ class ClipGradients(Callback):
         all_reduce: AllReduce | None = None,
         shared: Shared | None = None,
         record: Recorder | None = None,
+        *,
+        resume: bool = True,
     ) -> None:
         self._rules = _to_rules(rule)
         check_record(record, all_reduce)
         self.all_reduce = all_reduce
         self.shared = shared
         self.record = record
+        self.resume = resume
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
         """The numbers of the clipped optimizers, in the order of the handles."""
@@ -148,7 +154,13 @@ class ClipGradients(Callback):
             optimizer = trainer.optimizers[number]
             names = names_in(pl_module, optimizer)
             handle = attach_unsaved(
-                optimizer, rule, self.all_reduce, self.shared, self.record, names=names
+                optimizer,
+                rule,
+                self.all_reduce,
+                self.shared,
+                self.record,
+                names=names,
+                resume=self.resume,
             )
             self.handles.append(handle)
         self._numbers = list(rules)

@@ -19,8 +19,9 @@ with needs("Hugging Face transformers", "'transformers[torch]'"):
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from uniclip.integrations.torch.attaching import attach_unsaved
 from uniclip.integrations.torch.checks import names_in, unwrap
-from uniclip.integrations.torch.handle import Attached, attach_unsaved
+from uniclip.integrations.torch.handle import Attached
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,9 @@ class ClipGradients(TrainerCallback):
     record : uniclip.insight.Recorder, optional
         Records each step, without the loss, which the Trainer does not pass to callbacks. A
         training run resumed from a checkpoint continues the file.
+    resume : bool, default True
+        ``False`` begins anew: the state of a rule in a checkpoint is ignored, such as that of
+        another rule. For the first run with a new rule that resumes from an old checkpoint.
 
     Attributes
     ----------
@@ -102,12 +106,15 @@ class ClipGradients(TrainerCallback):
         all_reduce: AllReduce | None = None,
         shared: Shared | None = None,
         record: Recorder | None = None,
+        *,
+        resume: bool = True,
     ) -> None:
         self.rule = rule_for_steps(rule)
         check_record(record, all_reduce)
         self.all_reduce = all_reduce
         self.shared = shared
         self.record = record
+        self.resume = resume
         self.handle: Attached | None = None
         self._last_report: Report | None = None
         self._loaded: dict[str, Any] = {}
@@ -167,7 +174,13 @@ class ClipGradients(TrainerCallback):
         _check_engine(engine.distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
         self.handle = attach_unsaved(
-            optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names
+            optimizer,
+            self.rule,
+            self.all_reduce,
+            self.shared,
+            self.record,
+            names=names,
+            resume=self.resume,
         )
         # The statistics for the logs start with this call.
         self.handle.logs()
@@ -263,7 +276,7 @@ class ClippedTrainer:
     *args, **kwargs
         The arguments of the trainer.
     rule : Rule or callable
-    all_reduce, shared : optional
+    all_reduce, shared, resume : optional
         As for `ClipGradients`, which can also record steps.
 
     Attributes
@@ -297,11 +310,13 @@ class ClippedTrainer:
         rule: AnyRule,
         all_reduce: AllReduce | None = None,
         shared: Shared | None = None,
+        resume: bool = True,
         **kwargs: Any,
     ) -> None:
         self._rule = rule_for_steps(rule)
         self._all_reduce = all_reduce
         self._shared = shared
+        self._resume = resume
         self.clipping: Attached | None = None
         self._saves_state = _SavesState()
         super().__init__(*args, **kwargs)
@@ -322,7 +337,12 @@ class ClippedTrainer:
         model = next(iter(args), kwargs.get("model")) or self.model
         names = names_in(model, optimizer)
         self.clipping = attach_unsaved(
-            optimizer, self._rule, self._all_reduce, self._shared, names=names
+            optimizer,
+            self._rule,
+            self._all_reduce,
+            self._shared,
+            names=names,
+            resume=self._resume,
         )
         self._saves_state.handle = self.clipping
         # The statistics for the logs start with this call.

@@ -18,7 +18,7 @@ from uniclip.backends.torch.fast_path import gradients_of
 from uniclip.clipper import Clipper
 from uniclip.integrations import looks_at
 from uniclip.integrations.torch.checks import can_skip, moves_nothing
-from uniclip.integrations.torch.functions import grads_of
+from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.parameters import Parameters
 from uniclip.integrations.torch.processes import any_found_inf, average_loss, several
 from uniclip.integrations.torch.skip import Skip, skips_by_flag
@@ -109,7 +109,11 @@ class GradientClipping:
         # A process without any gradient takes part, too, or the others would wait.
         if several() and looks_at("loss", self._clipper.rule):
             loss = average_loss(loss, device)
-        found_inf = any_found_inf(getattr(optimizer, "found_inf", None), all_reduce, device)
+        found_inf = getattr(optimizer, "found_inf", None)
+        # GradScaler has looked at the gradients of one optimizer only.
+        if self._is_joint and found_inf is not None:
+            found_inf = torch.logical_not(get_total_norm(grads).isfinite()).to(torch.float32)
+        found_inf = any_found_inf(found_inf, all_reduce, device)
 
         absent = sum([grad is None for grad in grads])
         if absent == len(grads) and all_reduce is None:
@@ -133,9 +137,6 @@ class GradientClipping:
         report = self._clipper.clip_(
             self._params.tree(grads), params_tree, all_reduce, loss=loss, shared=self._shared
         )
-        # GradScaler skips only the optimizers whose own gradients are infinite.
-        if self._is_joint and found_inf is not None and report.finite is not None:
-            return not bool(report.finite)
         return self._can_skip and self._must_skip(report, found_inf)
 
     def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:

@@ -20,9 +20,9 @@ from uniclip._types import Path, T
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.compose import AnyRule, rules_with_norms
 from uniclip.integrations import rule_for_steps
+from uniclip.integrations.torch.attaching import attach
 from uniclip.integrations.torch.checks import Optimizers, optimizers_of
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.handle import attach
 from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of
 from uniclip.integrations.torch.processes import several
 from uniclip.report import Report
