@@ -101,26 +101,31 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
 
 
 def clips(params: list[Any], limit: float) -> dict[str, Call]:
-    """Return the functions that only clip gradients."""
+    """Return steps that only clip gradients: the step of their optimizer does nothing."""
     import torch
 
     from uniclip.integrations.torch import attach, clip_grad_norm_
 
-    attached = torch.optim.SGD(params, lr=1e-12)
+    class NoStep(torch.optim.Optimizer):
+        """An optimizer whose step does nothing."""
+
+        def step(self, closure: object = None) -> None:
+            """Change nothing."""
+
+    # The guard of an attached optimizer would see the steps of others with its parameters.
+    attached = NoStep(params, {})
+    plain = NoStep([torch.nn.Parameter(torch.zeros(1))], {})
     attach(attached, uc.by_global_norm(limit))
-    before, after = attached._optimizer_step_pre_hooks, attached._optimizer_step_post_hooks  # noqa: SLF001
 
-    def run_hooks() -> None:
-        for hook in before.values():
-            hook(attached, (attached,), {})
-        for hook in after.values():
-            hook(attached, (attached,), {})
+    def clip_and_step(clip: Callable[..., Any]) -> None:
+        clip(params, limit)
+        plain.step()
 
-    native = partial(torch.nn.utils.clip_grad_norm_, params, limit)
     return {
-        NATIVE: native,
-        "clip_grad_norm_": partial(clip_grad_norm_, params, limit),
-        "attach": run_hooks,
+        NATIVE: partial(clip_and_step, torch.nn.utils.clip_grad_norm_),
+        "clip_grad_norm_": partial(clip_and_step, clip_grad_norm_),
+        # The step alone would not keep the optimizer.
+        "attach": lambda: attached.step(),
     }
 
 
