@@ -121,11 +121,14 @@ def clips(params: list[Any], limit: float) -> dict[str, Call]:
         clip(params, limit)
         plain.step()
 
+    # The step alone would not keep the optimizer.
+    def attached_step() -> None:
+        attached.step()
+
     return {
         NATIVE: partial(clip_and_step, torch.nn.utils.clip_grad_norm_),
         "clip_grad_norm_": partial(clip_and_step, clip_grad_norm_),
-        # The step alone would not keep the optimizer.
-        "attach": lambda: attached.step(),
+        "attach": attached_step,
     }
 
 

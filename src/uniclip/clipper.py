@@ -304,6 +304,12 @@ class Clipper:
         else:
             self.state = restore_state(loaded, self.rule, self._last.leaves, self.state)
 
+    @property
+    def rows(self) -> list[str]:
+        """The names of the leaves and groups with rows in the state, also of those that are gone."""
+        kept = self._last.kept
+        return [*labels_of(self._last.leaves), *(labels_of(kept.leaves) if kept else ())]
+
     def change_leaves(self, grads: Tree, renamed: Mapping[str, str]) -> None:
         """Go on with a tree of other leaves, for integrations that know which of them are the same.
 

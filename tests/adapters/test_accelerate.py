@@ -119,6 +119,27 @@ def test_bfloat16() -> None:
     assert adapter.scalars()["clip/factor"] < 1
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_kept_step_of_a_loss_scale(*, listed: bool) -> None:
+    """The wrapper keeps a step if there is a loss scale, and follows each rule that is attached."""
+    Accelerator(cpu=True)
+    w = torch.nn.Parameter(torch.zeros(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    inside = torch.optim.SGD([w], lr=1.0)
+    wrapper = AcceleratedOptimizer(inside, device_placement=False, scaler=scaler)
+    for limit in (1.0, None, 2.0):
+        handle = None
+        if limit is not None:
+            handle = attach([wrapper] if listed else wrapper, uc.by_global_norm(limit))
+        w.data.zero_()
+        wrapper.zero_grad()
+        scaler.scale((w * torch.tensor([3.0, 4.0])).sum()).backward()
+        wrapper.step()
+        assert w.detach().norm().item() == pytest.approx(limit or 5.0)
+        if handle is not None:
+            handle.remove()
+
+
 @pytest.mark.parametrize("kind", [Combined, Plain])
 @pytest.mark.parametrize("first", ["attach", "prepare"])
 def test_several_optimizers_as_one(kind: Any, first: str) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import pickle
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
 from functools import partial
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -538,3 +541,309 @@ def test_a_parameter_added_on_the_fast_path(make: Any) -> None:
     one.grad = ONE.clone()
     optimizer.step()
     assert handle.report.norms.item() == pytest.approx(13)
+
+
+class Delegates:
+    """A wrapper that passes on all attributes of the optimizer inside, as in Noam's schedule."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class DelegatesWithStep(Delegates):
+    """The same, with a step of its own."""
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Delegates, DelegatesWithStep])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.filterwarnings("ignore:.*is not PyTorch's own")
+def test_a_wrapper_that_delegates(kind: Any, listed: bool) -> None:
+    """A wrapper that has the attributes of the optimizer inside is clipped, and so is a list."""
+    one, other = params_of(ONE, OTHER)
+    wrapped = [kind(SGD([p], lr=1.0, momentum=0.9)) for p in (one, other)]
+    handle = attach(wrapped if listed else wrapped[0], uc.zclip(warmup=2))
+    for wrapper in wrapped if listed else wrapped[:1]:
+        wrapper.step()
+    assert handle.report.norms.item() == (13 if listed else 5)
+    assert "uniclip" in wrapped[0].state_dict()
+    handle.remove()
+    copied = copy.deepcopy(wrapped[0])
+    copied.step()
+
+
+class WithoutHooks:
+    """An object with a step and groups, and nothing else."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data -= p.grad
+
+
+@pytest.mark.parametrize("make", [WithoutHooks, partial(SGD, lr=1.0)])
+@pytest.mark.parametrize("wraps", [False, True])
+def test_attached_again_to_a_kept_step(make: Any, wraps: bool) -> None:
+    """A rule that is attached again clips, also if the step of the earlier one was put back."""
+    w = five()
+    optimizer = make([w])
+    first = attach(optimizer, uc.by_global_norm(1.0))
+    kept = optimizer.step
+    if wraps:
+        optimizer.step = functools.wraps(kept)(lambda *args: kept(*args))
+        first.remove()
+    else:
+        first.remove()
+        optimizer.step = kept
+    handle = attach(optimizer, uc.by_global_norm(2.5))
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), -ONE / 2)
+    assert handle.report.norms.item() == 5
+
+
+class OwnArguments(SGD):
+    """An optimizer with an argument before its closure."""
+
+    def step(self, metric: float, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("how", ["keyword", "second"])
+def test_a_closure_after_other_arguments(how: str) -> None:
+    """A closure is clipped wherever it stands among the arguments."""
+    w = five()
+    optimizer = OwnArguments([w], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0))
+
+    def closure() -> float:
+        w.grad = torch.tensor([30.0, 40.0])
+        return 7.0
+
+    by_keyword = how == "keyword"
+    step = partial(optimizer.step, 3.0, **{"closure": closure} if by_keyword else {})
+    assert step(*[] if by_keyword else [closure]) == 7
+    torch.testing.assert_close(w.detach(), -ONE / 5)
+
+
+def test_a_step_past_the_rule_of_any_parameter() -> None:
+    """Each parameter is guarded, wherever it stands in the groups of another optimizer."""
+    body, head = five(), five()
+    attached = SGD([head], lr=1.0)
+    attach(attached, uc.by_global_norm(1.0))
+    other = SGD([body, head], lr=1.0)
+    with pytest.raises(RuntimeError, match="past the step"):
+        other.step()
+    assert not body.any()
+    assert not head.any()
+
+
+@pytest.mark.parametrize("where", ["after", "post", "closure"])
+def test_a_rule_that_is_removed_in_a_step(where: str) -> None:
+    """A hook or a closure may remove the rule; the next step is not clipped."""
+    w = five()
+    optimizer = SGD([w], lr=1.0)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    if where == "after":
+        optimizer.register_step_pre_hook(lambda *_: handle.remove())
+    elif where == "post":
+        optimizer.register_step_post_hook(lambda *_: handle.remove())
+    optimizer.step(lambda: handle.remove() if where == "closure" else None)
+    w.data.zero_()
+    w.grad = ONE.clone()
+    optimizer.step()
+    assert w.tolist() == [-3.0, -4.0]
+
+
+def test_a_round_with_gradients_of_the_same_identity() -> None:
+    """Gradients of another backward begin a round, also if they got the identities of others."""
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    opts = [SGD([one], lr=1.0), SGD([other], lr=1.0)]
+    attach(opts, uc.by_global_norm(1.0))
+    for _ in range(200):
+        for size, first in ((0.1, 0), (100.0, 1)):
+            one.grad, other.grad = None, None
+            one.data.zero_()
+            other.data.zero_()
+            (one.sum() * size + other.sum() * size).backward()
+            opts[first].step()
+        assert other.detach().norm() <= 1.0
+
+
+def test_a_step_that_is_a_property() -> None:
+    """A step that cannot be replaced is refused."""
+    kind = type(
+        "Holds",
+        (),
+        {
+            "inside": WithoutHooks([five()]),
+            "param_groups": property(lambda self: self.inside.param_groups),
+            "step": property(lambda self: self.inside.step),
+        },
+    )
+    with pytest.raises(TypeError, match="is a property"):
+        attach(kind(), uc.by_global_norm(1.0))
+
+
+def test_a_replaced_step_with_hooks() -> None:
+    """A function in the place of a step keeps the order of hooks if it says what it wraps, and is
+    refused if it does not.
+    """
+    for wraps in (True, False):
+        w = five()
+        optimizer = SGD([w], lr=1.0)
+        optimizer.register_step_pre_hook(times_ten)
+        step = optimizer.step
+        timed = lambda *args, step=step: step(*args)
+        optimizer.step = functools.wraps(step)(timed) if wraps else timed
+        if wraps:
+            attach(optimizer, uc.by_global_norm(1.0))
+            optimizer.step()
+            assert w.detach().norm().item() == pytest.approx(1.0)
+        else:
+            with pytest.raises(ValueError, match=r"functools\.wraps"):
+                attach(optimizer, uc.by_global_norm(1.0))
+
+
+def test_a_scheduler_around_a_function_without_hooks() -> None:
+    """A scheduler around a function that runs no hooks does not hide that."""
+    w = five()
+    optimizer = SGD([w], lr=1.0)
+    optimizer.step = MethodType(lambda self: [p.data.sub_(p.grad) for p in [w]], optimizer)
+    StepLR(optimizer, 1)
+    attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), -ONE / 5)
+
+
+def test_a_loss_scale_after_a_step_that_failed() -> None:
+    """After an error in a step, a loss scale goes on with the next one."""
+    w = five()
+    optimizer = SGD([w], lr=1.0, fused=True)
+    attach(optimizer, uc.by_global_norm(1.0))
+    hook = optimizer.register_step_pre_hook(lambda *_: {}["none"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    hook.remove()
+    w.grad = 1024 * ONE
+    scaler.step(optimizer)
+    torch.testing.assert_close(w.detach(), -ONE / 5)
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_another_optimizer_in_a_closure() -> None:
+    """A closure may step an optimizer that has no rule, and not one with the same parameters."""
+    w, other = five(), five()
+    generator, critic = SGD([w], lr=1.0), SGD([other], lr=1.0)
+    attach(generator, uc.by_global_norm(1.0))
+    generator.step(lambda: critic.step())
+    assert other.tolist() == [-3.0, -4.0]
+    torch.testing.assert_close(w.detach(), -ONE / 5)
+    past = SGD([w], lr=1.0)
+    with pytest.raises(RuntimeError, match="past the step"):
+        generator.step(lambda: past.step())
+
+
+def test_a_loss_of_a_step_that_failed() -> None:
+    """A loss is for one step, also if a hook from before `attach` fails."""
+    optimizer = SGD([five()], lr=1.0)
+    hook = optimizer.register_step_pre_hook(lambda *_: {}["none"])
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    handle.loss = 5.0
+    with pytest.raises(KeyError):
+        optimizer.step()
+    hook.remove()
+    assert handle.loss is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("change", ["reverse", "delete", "add"])
+def test_groups_that_change_before_the_first_step(named: bool, change: str) -> None:
+    """Groups may change before the first step, and back later: no row is lost, and none is left."""
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    entries = list(zip("abcd", params, strict=True)) if named else params
+    optimizer = SGD([{"params": entries[:2]}, {"params": entries[2:3]}], lr=0.0)
+    handle = attach(optimizer, uc.norm_growth(1.5))
+    groups = optimizer.param_groups
+
+    def step(size: float) -> list[float]:
+        for p in params:
+            p.grad = torch.tensor([size, 0.0])
+        optimizer.step()
+        present = [p for group in groups for p in group["params"]]
+        return sorted({p.grad.norm().item() for p in present})
+
+    removed = []
+    if change == "reverse":
+        groups.reverse()
+    elif change == "delete":
+        removed.append(groups.pop(0))
+    else:
+        optimizer.add_param_group({"params": entries[3:]})
+    assert step(1.0) == [1.0]
+    present = [p for group in groups for p in group["params"]]
+    assert sum(map(len, handle.numbers()["leaves"])) == len(present)
+    groups.reverse()
+    groups.extend(removed)
+    assert step(20.0) == ([1.5, 20.0] if removed else [1.5])
+
+
+def test_a_loaded_row_of_another_group() -> None:
+    """A parameter that comes after a file finds its row there by name, in whatever group."""
+    rule, names = uc.norm_growth(1.5), "abc"
+    named = [(name, five()) for name in names]
+    saving = SGD([{"params": [pair]} for pair in named], lr=0.0)
+    source = attach(saving, rule)
+    saving.step()
+    source.remove()
+    loading = SGD([{"params": named[:1]}], lr=0.0)
+    handle = attach(loading, rule)
+    handle.load_state_dict(source.numbers())
+    loading.add_param_group({"params": named[2:]})
+    for _, p in named:
+        p.grad = 4 * ONE
+    loading.step()
+    assert [p.grad.norm().item() for _, p in named] == pytest.approx([7.5, 20.0, 7.5])
+    assert sorted(handle.numbers()["leaves"][0]) == ["[0]['a']", "[1]['b']", "[1]['c']"]
+
+
+def test_defaults_are_given_back() -> None:
+    """After ``remove`` the optimizer has its very own ``defaults``, with what was changed."""
+    optimizer = SGD([five()], lr=1.0)
+    before = optimizer.defaults
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.defaults["lr"] = 0.5
+    handle.remove()
+    assert optimizer.defaults is before
+    assert before["lr"] == 0.5
+
+
+def test_steps_of_other_threads() -> None:
+    """While an attached optimizer steps, another thread may step one that has no rule."""
+    inside, outside = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert outside.wait(10)
+
+    optimizer = SGD([five()], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.register_step_pre_hook(wait)
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    assert inside.wait(10)
+    other = five()
+    SGD([other], lr=1.0).step()
+    outside.set()
+    thread.join()
+    assert other.tolist() == [-3.0, -4.0]

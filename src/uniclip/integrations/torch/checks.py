@@ -6,6 +6,7 @@ Checks of a single step are in `step` and `guard`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -101,6 +102,15 @@ def _call_on_path(
         raise TypeError(msg) from error
 
 
+def given(optimizer: Optimizers) -> list[Any]:
+    """Return the elements of a list, tuple or dict of optimizers, or the only optimizer."""
+    if optimizer and isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    if optimizer and isinstance(optimizer, (list, tuple)):
+        return list(optimizer)
+    return [optimizer]
+
+
 def optimizers_of(optimizer: Optimizers, rule: AnyRule) -> list[torch.optim.Optimizer]:
     """Return the optimizers whose steps are clipped if a rule is attached to ``optimizer``.
 
@@ -108,17 +118,14 @@ def optimizers_of(optimizer: Optimizers, rule: AnyRule) -> list[torch.optim.Opti
     ------
     TypeError
         If one is not an optimizer, or its step cannot be replaced.
+    ValueError
+        If one occurs twice, or has hooks that its step may not run.
     """
-    given: list[Any] = [optimizer]
-    if optimizer and isinstance(optimizer, Mapping):
-        given = list(optimizer.values())
-    elif optimizer and isinstance(optimizer, (list, tuple)):
-        given = list(optimizer)
-
-    optimizers = list(map(unwrap, given))
+    optimizers = list(map(unwrap, given(optimizer)))
     for one in optimizers:
         _raise_if_no_optimizer(one, rule)
         _raise_if_not_replaceable(one)
+        _raise_if_hooks_are_unknown(one)
 
     if len(set(map(id, optimizers))) < len(optimizers):
         msg = "a list of optimizers must have each only once"
@@ -147,17 +154,45 @@ def is_optimizer(candidate: object) -> bool:
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the step of an optimizer runs the step hooks of PyTorch."""
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    # A wrapper may pass on the attributes of the optimizer inside.
+    attributes = vars(optimizer)
+    if "_optimizer_step_pre_hooks" not in attributes:
         return False
-    # Schedulers wrap the step of the class. Any other function in its place may run no hooks.
-    step = vars(optimizer).get("step")
-    return step is None or hasattr(step, "_wrapped_by_lr_sched")
+    step = attributes.get("step")
+    if step is None:
+        return True
+
+    # Schedulers wrap the step of the class, and so do others that mark what they wrap. Any other
+    # function in its place may run no hooks.
+    innermost = inspect.unwrap(getattr(step, "__func__", step))
+    is_of_class = innermost is inspect.unwrap(type(optimizer).step)
+    return is_of_class or getattr(innermost, "runs_hooks", False)
+
+
+def _raise_if_hooks_are_unknown(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer has step pre-hooks, of which its step may run none before it moves
+    parameters: nobody knows whether they come before the clip.
+    """
+    if runs_hooks(optimizer) or not getattr(optimizer, "_optimizer_step_pre_hooks", None):
+        return
+    msg = (
+        f"{type(optimizer).__qualname__} has step pre-hooks, but another function stands in the "
+        "place of its step(), so uniclip can't clip after the hooks; attach before step is "
+        "replaced, or mark the function by functools.wraps(optimizer.step)"
+    )
+    raise ValueError(msg)
 
 
 def _raise_if_not_replaceable(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the step of an optimizer cannot be replaced."""
     # The new step is an attribute of the object, and its rule is found by a weak reference.
     kind = type(optimizer)
+    if hasattr(type(getattr(kind, "step", None)), "__set__"):
+        msg = (
+            f"the step of {kind.__qualname__} is a property, so uniclip can't replace it by one "
+            "that clips; attach to the optimizer inside"
+        )
+        raise TypeError(msg)
     if not hasattr(optimizer, "__dict__") or not kind.__weakrefoffset__:
         msg = (
             f"{kind.__qualname__} has slots, so uniclip can't replace its step by one that clips; "

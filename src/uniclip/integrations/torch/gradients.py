@@ -194,6 +194,13 @@ class GradientClipping:
             )
             raise RuntimeError(msg)
 
+    def drop_scale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the scale that was taken from a GradScaler, after a step that failed: GradScaler
+        does so after others only, and multiplies the next scale by it.
+        """
+        if vars(optimizer).get("grad_scale", 0) is None:
+            del optimizer.grad_scale
+
     def _knows_infinity(self, found_inf: torch.Tensor) -> bool:
         """Return whether GradScaler has found an infinity, if its flag may be read.
 

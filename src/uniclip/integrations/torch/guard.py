@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import gc
 from functools import cache, partial
+from itertools import chain
+from operator import itemgetter
+from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import finalize, ref
 
@@ -27,12 +30,20 @@ if TYPE_CHECKING:
 
 _guards: dict[int, Guard] = {}
 """The guard of each attached optimizer, by its identity."""
-_guards_by_param: dict[int, list[Guard]] = {}
-"""The guards of each parameter, by its identity."""
-_open_guards: list[Guard] = []
-"""The guards of the steps that have clipped, the innermost last."""
 _hook: list[RemovableHandle] = []
 """The global hook, if there is one."""
+_PARAMS = itemgetter("params")
+"""Returns the parameters of a group."""
+
+
+class _OpenGuards(local):
+    """The guards of the steps of this thread that have clipped."""
+
+    def __init__(self) -> None:
+        self.guards: list[Guard] = []
+
+
+_open = _OpenGuards()
 
 
 class Guard:
@@ -47,7 +58,8 @@ class Guard:
         self.rule = rule
         # An optimizer that is used no more is freed with its rule.
         self._params = ref(params)
-        self._ids: set[int] = set()
+        self.ids: set[int] = set()
+        """The parameters, by their identity."""
         self._optimizer_ids = list(map(id, params.optimizers))
         _guards.update(dict.fromkeys(self._optimizer_ids, self))
         finalize(params, self.remove).atexit = False
@@ -63,41 +75,31 @@ class Guard:
         RuntimeError
             If a step around this one has clipped them, too.
         """
-        if _open_guards:
+        if _open.guards:
             self._raise_if_clipped_twice()
         self.is_open = True
-        _open_guards.append(self)
+        _open.guards.append(self)
 
     def close(self) -> None:
         """Let the parameters move no more."""
-        self.is_running = False
         if self.is_open:
             self.is_open = False
-            _open_guards.remove(self)
+            _open.guards.remove(self)
 
     def watch(self) -> None:
         """Watch the parameters that the optimizers have now, and no others."""
-        self._forget()
         params = self._params()
-        self._ids = set() if params is None else set(map(id, params.tensors()))
-        # Two rules may have the same parameters, as of two optimizers that take turns.
-        for number in self._ids:
-            _guards_by_param.setdefault(number, []).append(self)
+        self.ids = set() if params is None else set(map(id, params.tensors()))
 
     def remove(self) -> None:
         """Watch nothing any more."""
         self.close()
-        self._forget()
+        self.is_running = False
         for number in self._optimizer_ids:
             if _guards.get(number) is self:
                 del _guards[number]
         if not _guards and _hook:
             _hook.pop().remove()
-
-    def owns(self, p: torch.Tensor) -> bool:
-        """Return whether a parameter is watched; another one may have got its identity."""
-        params = self._params()
-        return params is not None and id(p) in map(id, params.tensors())
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the rule is attached to an optimizer."""
@@ -106,22 +108,13 @@ class Guard:
 
     def _raise_if_clipped_twice(self) -> None:
         """Raise if a step that runs has clipped a parameter of this one."""
-        if all(self._ids.isdisjoint(guard._ids) for guard in _open_guards):  # noqa: SLF001 - its own
+        if all(self.ids.isdisjoint(guard.ids) for guard in _open.guards):
             return
         msg = (
             "an optimizer with a rule took a step inside of another one with a rule for the same "
             "parameters, which are clipped twice; call remove() of one of the handles"
         )
         raise RuntimeError(msg)
-
-    def _forget(self) -> None:
-        """Take the parameters out of the table."""
-        for number in self._ids:
-            guards = _guards_by_param[number]
-            guards.remove(self)
-            if not guards:
-                del _guards_by_param[number]
-        self._ids = set()
 
 
 class AttachedDefaults(dict[str, Any]):
@@ -179,32 +172,38 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     guard = _guards.get(id(optimizer))
     if guard is not None and guard.is_running:
         return
-    for group in optimizer.param_groups:
-        params = group["params"]
-        if not params:
-            continue
 
-        # The first parameter stands for its group, or each step would take as long as the model.
-        guards = _guards_by_param.get(id(params[0]))
-        if guards is None:
-            if _open_guards and params[0].grad is not None:
-                _raise_if_unclipped(optimizer, params[0])
-        elif not any([guard.is_open for guard in guards]):
-            _raise_if_owned(optimizer, params[0], guards)
-
-    # A library may have replaced the parameters since they were last watched.
-    is_attached = guard is not None and guard.is_of(optimizer)
-    if is_attached and not moves_nothing(optimizer.param_groups):
-        _raise_past(optimizer, is_attached=True)
+    # No Python code runs for each parameter, or each step would take as long as the model.
+    params = chain.from_iterable(map(_PARAMS, optimizer.param_groups))
+    unclipped = set(map(id, params))
+    for open_guard in _open.guards:
+        unclipped -= open_guard.ids
+    is_watched = [not watching.ids.isdisjoint(unclipped) for watching in _guards.values()]
+    if guard is not None or any(is_watched) or (_open.guards and unclipped):
+        _check_unclipped(optimizer)
 
 
-def _raise_if_unclipped(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> None:
-    """Raise for a step inside of a clipped one, if it moves a parameter that has no rule."""
-    for guard in _open_guards:
-        # The fast path does not look for groups that were added.
-        if guard.owns(p):
-            guard.watch()
-            return
+def _check_unclipped(optimizer: torch.optim.Optimizer) -> None:
+    """Do the same as `_check_step`, with a new look at the parameters of all rules."""
+    # A library may have replaced parameters, and groups may have been added on the fast path.
+    for guard in set(_guards.values()):
+        guard.watch()
+    params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for guard in _open.guards:
+        params = {number: p for number, p in params.items() if number not in guard.ids}
+    if not params or moves_nothing(optimizer.param_groups):
+        return
+
+    # An optimizer that is used no more may wait in a cycle of its class until it is collected.
+    is_watched = any(not guard.ids.isdisjoint(params) for guard in _guards.values())
+    if is_watched:
+        gc.collect()
+    is_attached = guard_of(optimizer) is not None
+    if is_attached or any(not guard.ids.isdisjoint(params) for guard in _guards.values()):
+        _raise_past(optimizer, is_attached=is_attached)
+
+    if not _open.guards or all(p.grad is None for p in params.values()):
+        return
     kind = type(optimizer).__qualname__
     msg = (
         f"a step to which a rule is attached calls step() of a {kind} inside, whose parameters are "
@@ -212,23 +211,6 @@ def _raise_if_unclipped(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> No
         "inside, or to a list of all of them, or add the parameters to the groups of the outer one"
     )
     raise RuntimeError(msg)
-
-
-def _raise_if_owned(optimizer: torch.optim.Optimizer, p: torch.Tensor, guards: list[Guard]) -> None:
-    """Raise if one of the guards really watches a parameter."""
-    if not any(guard.owns(p) for guard in guards):
-        # A library has replaced the parameters, and another one has got the identity of one.
-        for guard in guards.copy():
-            guard.watch()
-        return
-    if moves_nothing(optimizer.param_groups):
-        return
-
-    # An optimizer that is used no more may wait in a cycle of its class until it is collected.
-    gc.collect()
-    owners = [guard for guard in guards if guard.owns(p)]
-    if owners:
-        _raise_past(optimizer, is_attached=any(guard.is_of(optimizer) for guard in owners))
 
 
 def _raise_past(optimizer: torch.optim.Optimizer, *, is_attached: bool) -> NoReturn:

@@ -132,6 +132,7 @@ class Parameters:
         A parameter that is gone keeps its path, so that it finds its state when it comes back. If
         another one has that path now, it gets a free one; ``""`` if it was deleted.
         """
+        was_held = self._has_stepped
         self._has_stepped |= in_step
         names = self._name_all()
         self._sizes = [len(group["params"]) for group in self.groups()]
@@ -139,7 +140,7 @@ class Parameters:
         if self.guard is not None:
             self.guard.watch()
 
-        new_paths = self._follow(params)
+        new_paths = self._follow(params) if was_held else self._follow_places(names)
         kept = {new_paths.get(path, path): row for path, row in self._rows.items()}
         kept.pop("", None)
         held = params if self._has_stepped else [None] * len(params)
@@ -194,6 +195,21 @@ class Parameters:
             all_names += names
         return all_names
 
+    def _follow_places(self, names: list[str | None]) -> dict[str, str]:
+        """Return the new paths of the parameters before the first step, when each is known by its
+        name, or else by its place; ``""`` of those that are gone, unless a file has rows for them.
+        """
+        places = zip(names, self.paths, self._present, strict=True)
+        path_by_name = {name: path for name, (_, key), path in places if key == name}
+        new_paths: dict[str, str] = {}
+        for path, (name, _) in self._rows.items():
+            new_path = path_by_name.get(name, path)
+            if new_path == path and path not in self._present and not self._is_loaded:
+                new_path = ""
+            if new_path != path:
+                new_paths[path] = new_path
+        return new_paths
+
     def _follow(self, params: list[torch.Tensor]) -> dict[str, str]:
         """Return the new paths of the parameters that are held, ``""`` of those that were deleted
         everywhere else.
@@ -202,10 +218,12 @@ class Parameters:
         new_paths: dict[str, str] = {}
         gone: dict[str, ref[torch.Tensor]] = {}
         for path, (name, p) in self._rows.items():
-            if p is None:
-                continue
             new_path = path_by_id.get(id(p))
-            if new_path is None:
+            if p is None:
+                # A file had rows for a place that another parameter has now.
+                if path in self._present:
+                    new_paths[path] = self._free_path(path)
+            elif new_path is None:
                 # Only for a moment: whoever else has the parameter may swap it.
                 gone[path] = ref(p)
                 self._rows[path] = _Row(name, None)

@@ -36,11 +36,13 @@ class ReplacedStep:
         self.runs_hooks = runs_hooks(optimizer)
         """Whether the step runs hooks, one of which clips."""
 
-        # Schedulers mark the step by an attribute, and warn if the mark is gone. The method itself
-        # would keep the optimizer.
+        # The method itself, as `__wrapped__`, would keep the optimizer.
         step = optimizer.step
-        update_wrapper(self, step)
-        vars(self).pop("__wrapped__", None)
+        update_wrapper(self, step, updated=())
+        del vars(self)["__wrapped__"]
+        # Schedulers mark the step, and warn if the mark is gone.
+        if hasattr(step, "_wrapped_by_lr_sched"):
+            self._wrapped_by_lr_sched = True
 
         attributes = vars(optimizer)
         self._set_before = attributes.get("step")
@@ -53,8 +55,9 @@ class ReplacedStep:
 
         # A frozen dataclass can only be changed through its dictionary.
         attributes["step"] = self
-        if type(attributes.get("defaults")) is dict:
-            attributes["defaults"] = AttachedDefaults(attributes["defaults"])
+        self._defaults = attributes.get("defaults")
+        if type(self._defaults) is dict:
+            attributes["defaults"] = AttachedDefaults(self._defaults)
         # A GradScaler would divide the gradients of each optimizer only before its own step, so it
         # leaves its scale and its flag to this step, as to a fused kernel.
         self._declared_scaling = is_joint and not hasattr(optimizer, _SCALING)
@@ -107,8 +110,12 @@ class ReplacedStep:
             return
 
         attributes = vars(optimizer)
-        if type(attributes.get("defaults")) is AttachedDefaults:
-            attributes["defaults"] = dict(attributes["defaults"])
+        defaults = attributes.get("defaults")
+        if type(defaults) is AttachedDefaults and self._defaults is not None:
+            # The very dict that was there before, with what was changed since then.
+            self._defaults.clear()
+            self._defaults.update(defaults)
+            attributes["defaults"] = self._defaults
         if self._declared_scaling:
             attributes.pop(_SCALING, None)
         if attributes.get("step") is self:
@@ -121,4 +128,4 @@ def _step_of_copy(this: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> obj
     """Take a step of a copy, which has no rule, and warn once."""
     if vars(this).pop("step", None) is not None:
         warn_of_copy(this)
-    return type(this).step(this, *args, **kwargs)
+    return this.step(*args, **kwargs)

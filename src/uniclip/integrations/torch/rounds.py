@@ -6,12 +6,11 @@ A single optimizer has a round at each step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+import torch
 
 from uniclip.integrations.torch.parameters import Parameters
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Round:
@@ -22,7 +21,7 @@ class Round:
         self._is_joint = len(params.optimizers) > 1
         self._stepped: list[int] = []
         """The optimizers that have taken their step, or skipped it, by identity."""
-        self._clipped: dict[int, list[tuple[int, int]]] = {}
+        self._clipped: dict[int, _Marks] = {}
         """Marks of the gradients of each optimizer, after they were clipped."""
 
     @property
@@ -66,14 +65,38 @@ class Round:
         """Note that an optimizer has stepped."""
         if self._is_joint and id(optimizer) not in self._stepped:
             self._stepped.append(id(optimizer))
+        if self.is_over:
+            self._clipped = {}
 
     def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the gradients of an optimizer are others than those that were clipped."""
-        return _marks_of(optimizer) != self._clipped.get(id(optimizer))
+        marks = self._clipped.get(id(optimizer))
+        if marks is None:
+            return True
+        # Other gradients may have the identities of those that were freed, but not of this one.
+        grads = _gradients_of(optimizer)
+        is_kept = any(grad is marks.smallest for grad in grads) or not grads
+        return not is_kept or _marks_of(optimizer).versions != marks.versions
 
 
-def _marks_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Return the identity and the version counter of each gradient of an optimizer."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+class _Marks(NamedTuple):
+    """What tells whether gradients are the same as before, without a copy or a weak reference."""
+
+    versions: list[tuple[int, int]]
+    """The identity and the version counter of each."""
+    smallest: torch.Tensor | None
+    """The smallest one, which is held."""
+
+
+def _marks_of(optimizer: torch.optim.Optimizer) -> _Marks:
+    """Return the marks of the gradients of an optimizer."""
+    grads = _gradients_of(optimizer)
     # PyTorch has no public name for the counter.
-    return [(id(grad), grad._version) for grad in grads if grad is not None]  # noqa: SLF001
+    versions = [(id(grad), grad._version) for grad in grads]  # noqa: SLF001
+    return _Marks(versions, min(grads, key=torch.Tensor.numel, default=None))
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients of an optimizer that are present."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p.grad for p in params if p.grad is not None]

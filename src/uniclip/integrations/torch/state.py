@@ -50,6 +50,8 @@ class RuleState:
 
         keys = self._params.keys
         new_paths = self._params.update(params, in_step=in_step)
+        if self._clipper.state is not None:
+            new_paths |= self._moved_names([new_paths.get(row, row) for row in self._clipper.rows])
         # At most first steps nothing is renamed, and the state is not read from its device.
         if not new_paths and keys == self._params.keys:
             return params
@@ -139,8 +141,14 @@ class RuleState:
         """Return a saved state with the paths that its parameters have here, whatever groups they
         were in.
         """
+        new_paths = self._moved_names(labels_of(saved.get("leaves")))
+        return renamed(saved, new_paths) if new_paths else saved
+
+    def _moved_names(self, saved_paths: list[str]) -> dict[str, str]:
+        """Return the paths that rows of a state have here, of those whose parameters are in other
+        groups than there.
+        """
         known_paths = self._params.known
-        saved_paths = labels_of(saved.get("leaves"))
         here = {_name_in(path): path for path in known_paths}
         there = {_name_in(path): path for path in saved_paths}
         counts = Counter(map(_name_in, (*known_paths, *saved_paths)))
@@ -152,9 +160,7 @@ class RuleState:
             identifies = "'" in name and counts[name] == 2
             if identifies and path != saved_path:
                 new_paths[saved_path] = path
-        if not new_paths:
-            return saved
-        return renamed(saved, new_paths)
+        return new_paths
 
     # Hooks of an optimizer.
 
@@ -200,7 +206,7 @@ def saves_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.state_dict()`` runs hooks, which PyTorch's own does."""
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         return False
-    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    return getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -64,6 +64,7 @@ class Steps:
         self._took_fast_path = False
         """Whether the step that runs was clipped on the fast path, which leaves nothing behind."""
         self._guard = params.guard = Guard(params, rule)
+        self._is_removed = False
 
     def __repr__(self) -> str:
         """Return the rule and the optimizers."""
@@ -77,6 +78,7 @@ class Steps:
 
     def remove(self) -> None:
         """Watch the parameters no more, and release them."""
+        self._is_removed = True
         self._guard.remove()
         self._params.release()
         # A step that failed may have left flags set.
@@ -107,10 +109,14 @@ class Steps:
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
                 optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
             return skipped.loss
+        except Exception:
+            self._clipping.drop_scale(optimizer)
+            raise
         else:
             return result
         finally:
             guard.close()
+            guard.is_running = False
             if self._took_fast_path:
                 self._took_fast_path = False
             else:
@@ -144,8 +150,7 @@ class Steps:
         if guard.is_open or not guard.is_running:
             return None
 
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        is_plain = closure is None and not kwargs and self.loss is None
+        is_plain = len(args) == 1 and not kwargs and self.loss is None
         # During backward gradients may be missing.
         if is_plain and _backward_number() == -1 and self._clipping.clip_on_fast_path(optimizer):
             self._took_fast_path = True
@@ -157,10 +162,11 @@ class Steps:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Changed:
         """Clip before a step that does not take the fast path."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # An optimizer may have arguments of its own before the closure.
+        closure = next(filter(callable, [kwargs.get("closure"), *args[1:]]), None)
 
         # The steps of a round are clipped, or skipped, with its first.
-        if not callable(closure) and self._round.includes(optimizer):
+        if closure is None and self._round.includes(optimizer):
             self._clipping.take_from_scaler(optimizer)
             self._guard.open()
             self._stop_if_skipped()
@@ -179,9 +185,14 @@ class Steps:
         self._clipping.skip.clear_flags()
 
         # The gradients of a closure do not exist yet.
-        if callable(closure):
+        if closure is not None:
             self._guard.open()
-            return self._with_clipped_closure(closure, loss, args, kwargs)
+            self._uncalled = closure
+            if self._can_skip:
+                self._clipping.skip.expect_closure(self._params.tensors())
+            clipped = partial(self._run_closure, optimizer, closure, loss)
+            new_args = tuple([clipped if one is closure else one for one in args])
+            return new_args, {key: clipped if v is closure else v for key, v in kwargs.items()}
 
         self._is_skipped = self._clipping.clip(optimizer, loss)
         self._round.begin()
@@ -194,23 +205,6 @@ class Steps:
         if self._is_skipped:
             raise SkippedStep(None)
 
-    def _with_clipped_closure(
-        self,
-        closure: Callable[[], ClosureLoss],
-        loss: ClosureLoss,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Changed:
-        """Return the arguments of a step with a closure that clips the gradients it computes."""
-        self._uncalled = closure
-        if self._can_skip:
-            self._clipping.skip.expect_closure(self._params.tensors())
-
-        clipped = partial(self._run_closure, args[0], closure, loss)
-        if len(args) > 1:
-            return (args[0], clipped, *args[2:]), kwargs
-        return args, {**kwargs, "closure": clipped}
-
     def _run_closure(
         self,
         optimizer: torch.optim.Optimizer,
@@ -218,11 +212,18 @@ class Steps:
         loss: ClosureLoss,
     ) -> ClosureLoss:
         """Run the closure of a step, clip its gradients, and return its loss."""
+        # An optimizer may have kept it for a time after the step.
+        if not self._guard.is_running:
+            return closure()
+
         # An optimizer may run it again after a skip.
         self._clipping.skip.show_grads()
         self._uncalled = None
 
+        # It is code of the user's, which may step other optimizers.
+        self._guard.close()
         closure_loss = closure()
+        self._guard.open()
         used_loss = loss if closure_loss is None else closure_loss
         self._is_skipped = self._clipping.clip(optimizer, used_loss)
         self._round.begin()
@@ -238,6 +239,7 @@ class Steps:
             return
 
         self._uncalled = None
+        self.loss = None
         self._clipping.skip.end_step()
         self._round.add(optimizer)
         if self._round.is_over:
@@ -271,10 +273,12 @@ class Steps:
         )
         raise RuntimeError(msg)
 
-    def _raise_unclipped(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+    def _raise_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a step that was taken without its hook, or without its closure: the gradients
-        that it used were not clipped.
+        that it used were not clipped. Not if it removed the rule.
         """
+        if self._is_removed:
+            return
         kind = type(optimizer).__qualname__
         msg = (
             f"{kind}.step was given a closure and did not call it, so the gradients that it used "
