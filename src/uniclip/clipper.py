@@ -306,7 +306,7 @@ class Clipper:
 
     @property
     def rows(self) -> list[str]:
-        """The names of the leaves and groups with rows in the state, also of those that are gone."""
+        """The names of leaves and groups with rows in the state, also of those that are gone."""
         kept = self._last.kept
         return [*labels_of(self._last.leaves), *(labels_of(kept.leaves) if kept else ())]
 

@@ -150,6 +150,38 @@ def test_hooks_in_a_list() -> None:
             assert not other.any()
 
 
+def test_a_hook_that_changes_no_counter() -> None:
+    """Of a list, a hook of a later optimizer is also found if it changes gradients past PyTorch's
+    counters, as a collective does; one that only looks is no fault.
+    """
+    for by in (0.0, 1000.0):
+        one, other = params_of(ONE, OTHER)
+        opts = [SGD([one], lr=1.0), SGD([other], lr=1.0)]
+        opts[1].register_step_pre_hook(lambda *_, by=by, p=other: p.grad.data.add_(by) and None)
+        attach(opts, uc.by_global_norm(1.0))
+        opts[0].step()
+        if by:
+            with pytest.raises(RuntimeError, match="hook that changes gradients"):
+                opts[1].step()
+        else:
+            opts[1].step()
+
+
+def test_a_step_of_a_list_that_fails() -> None:
+    """A step that failed can be taken again, in the same round."""
+    one, other = params_of(ONE, OTHER)
+    opts = [SGD([one], lr=1.0), SGD([other], lr=1.0)]
+    handle = attach(opts, uc.zclip(warmup=9))
+    opts[0].step()
+    hook = opts[1].register_step_pre_hook(lambda *_: {}["none"])
+    with pytest.raises(KeyError):
+        opts[1].step()
+    hook.remove()
+    opts[1].step()
+    assert handle.numbers()["state"]["count"] == [1]
+    assert other.tolist() == [-12.0]
+
+
 def test_a_step_without_its_hooks() -> None:
     """An object whose own ``step`` runs no hooks is clipped before it; one that loses its hooks
     after `attach` raises.
@@ -815,6 +847,34 @@ def test_a_loaded_row_of_another_group() -> None:
     loading.step()
     assert [p.grad.norm().item() for _, p in named] == pytest.approx([7.5, 20.0, 7.5])
     assert sorted(handle.numbers()["leaves"][0]) == ["[0]['a']", "[1]['b']", "[1]['c']"]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "own"])
+@pytest.mark.parametrize("by", ["optimizer", "handle"])
+def test_a_loaded_state_and_another_order(kind: str, by: str) -> None:
+    """Rows that are loaded stay with names if parameters change places before the first step."""
+    one, other = five(), five()
+    named = [("a", one), ("c", other)]
+
+    def make() -> Any:
+        optimizer = SGD(named if kind == "own" else [one, other], lr=0.0)
+        return optimizer, attach(optimizer, uc.norm_growth(1.5), names=named)
+
+    saving, source = make()
+    one.grad, other.grad = torch.tensor([1.0, 0.0]), torch.tensor([10.0, 0.0])
+    saving.step()
+    saved, numbers = saving.state_dict(), source.numbers()
+    source.remove()
+    loading, handle = make()
+    if by == "optimizer":
+        loading.load_state_dict(saved)
+    else:
+        handle.load_state_dict(numbers)
+    for key in {"params", "param_names"} & loading.param_groups[0].keys():
+        loading.param_groups[0][key].reverse()
+    one.grad, other.grad = (torch.tensor([100.0, 0.0]) for _ in range(2))
+    loading.step()
+    assert [one.grad.norm().item(), other.grad.norm().item()] == pytest.approx([1.5, 15.0])
 
 
 def test_defaults_are_given_back() -> None:

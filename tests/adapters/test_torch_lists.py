@@ -156,6 +156,23 @@ def test_a_round_that_was_left() -> None:
         opts[1].step()
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_gradients_that_are_unscaled_one_by_one(*, stateful: bool) -> None:
+    """A loop that unscales each optimizer only before its own step raises: the first step has
+    clipped gradients of which some were still scaled.
+    """
+    one, other, opts = pair()
+    attach(opts, uc.norm_growth(1.5) if stateful else uc.by_global_norm(1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler.scale((one * ONE).sum() + (other * OTHER).sum()).backward()
+    scaler.unscale_(opts[0])
+    scaler.step(opts[0])
+    scaler.unscale_(opts[1])
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.step(opts[1])
+    assert not other.any()
+
+
 @pytest.mark.parametrize("infinite", [0, 1])
 @pytest.mark.parametrize("policy", ["propagate", "skip", "zero", "raise"])
 def test_an_infinity_under_a_loss_scale(policy: Any, infinite: int) -> None:

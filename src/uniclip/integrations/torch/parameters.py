@@ -165,8 +165,8 @@ class Parameters:
         """
         names_by_id = self.names
         held = {id(row.param): row.name for row in self._rows.values() if row.param is not None}
-        # Before the first step the names of places stay: the pairs of `names=` and a file know
-        # nothing of parameters that have replaced others.
+        known_names = {row.name for row in self._rows.values()}
+        # Before the first step a place keeps its name, for a parameter that has replaced another.
         rows = map(self._rows.__getitem__, self._present)
         places = [[row.name for _, row in zip(keys, rows, strict=False)] for keys in self.keys]
 
@@ -183,9 +183,9 @@ class Parameters:
                 if id(p) in seen:
                     continue
                 seen.add(id(p))
-                name = own or names_by_id.get(id(p)) or before
-                if self._is_loaded and by_place:
-                    name = before
+                # A file may have brought other names to the group.
+                is_own = own in known_names or not (self._is_loaded and by_place)
+                name = (own if is_own else None) or names_by_id.get(id(p)) or before
                 names.append(held.get(id(p), name))
 
             # Two leaves of one name would be one leaf of the tree.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial, update_wrapper
 from inspect import Signature, signature
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -71,7 +70,7 @@ class ReplacedStep:
             msg = "the optimizer of this step was deleted; keep a reference to it, not to its step"
             raise ReferenceError(msg)
 
-        step = self._own or MethodType(type(optimizer).step, optimizer)
+        step = self._own or type(optimizer).step.__get__(optimizer)
         if self._removed:
             return step(*args, **kwargs)
         if not self.runs_hooks:
@@ -90,10 +89,15 @@ class ReplacedStep:
         return update_wrapper(step, self, updated=())
 
     @property
+    def __self__(self) -> torch.optim.Optimizer | None:
+        """The optimizer, as of a bound method."""
+        return self._optimizer()
+
+    @property
     def __signature__(self) -> Signature:
         """The signature of the step that is replaced, at which a GradScaler looks."""
         optimizer: Any = self._optimizer()
-        return signature(self._own or MethodType(type(optimizer).step, optimizer))
+        return signature(self._own or type(optimizer).step.__get__(optimizer))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make the step of a copy of the optimizer."""

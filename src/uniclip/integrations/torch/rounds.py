@@ -6,11 +6,11 @@ A single optimizer has a round at each step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from uniclip.integrations.torch.functions import get_total_norm
 from uniclip.integrations.torch.parameters import Parameters
+from uniclip.integrations.torch.snapshot import Snapshot
 
 
 class Round:
@@ -21,8 +21,10 @@ class Round:
         self._is_joint = len(params.optimizers) > 1
         self._stepped: list[int] = []
         """The optimizers that have taken their step, or skipped it, by identity."""
-        self._clipped: dict[int, _Marks] = {}
-        """Marks of the gradients of each optimizer, after they were clipped."""
+        self._clipped: dict[int, Snapshot] = {}
+        """The gradients of each optimizer, after they were clipped."""
+        self._norms: dict[int, torch.Tensor] = {}
+        """The norms of those gradients that may be changed past PyTorch's counters."""
 
     @property
     def is_over(self) -> bool:
@@ -50,16 +52,24 @@ class Round:
             f"the gradients of {type(optimizer).__qualname__} have changed since the first step of "
             "a list of optimizers, which has clipped those of all; step all of them after "
             "backward, one after the other. A hook that changes gradients has to be one of the "
-            "optimizer that steps first, or registered after attach; optimizers that take turns "
-            "need a rule for each"
+            "optimizer that steps first, or registered after attach; with a GradScaler call "
+            "unscale_ for each optimizer before the first step; optimizers that take turns need a "
+            "rule for each"
         )
         raise RuntimeError(msg)
 
-    def begin(self) -> None:
-        """Begin a round, with gradients that are clipped."""
+    def begin(self, *, is_scaled: bool) -> None:
+        """Begin a round, with gradients that are clipped, perhaps under a GradScaler."""
         self._stepped = []
-        if self._is_joint:
-            self._clipped = {id(one): _marks_of(one) for one in self._params.optimizers}
+        if not self._is_joint:
+            return
+        for optimizer in self._params.optimizers:
+            grads = _gradients_of(optimizer)
+            self._clipped[id(optimizer)] = Snapshot(grads, reads=False)
+            # GradScaler and collectives raise no counter. The rule has one of the hooks itself.
+            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", ())
+            if is_scaled or len(hooks) > 1:
+                self._norms[id(optimizer)] = get_total_norm(grads)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped."""
@@ -67,33 +77,18 @@ class Round:
             self._stepped.append(id(optimizer))
         if self.is_over:
             self._clipped = {}
+            self._norms = {}
 
     def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the gradients of an optimizer are others than those that were clipped."""
-        marks = self._clipped.get(id(optimizer))
-        if marks is None:
-            return True
-        # Other gradients may have the identities of those that were freed, but not of this one.
+        clipped = self._clipped.get(id(optimizer))
         grads = _gradients_of(optimizer)
-        is_kept = any(grad is marks.smallest for grad in grads) or not grads
-        return not is_kept or _marks_of(optimizer).versions != marks.versions
-
-
-class _Marks(NamedTuple):
-    """What tells whether gradients are the same as before, without a copy or a weak reference."""
-
-    versions: list[tuple[int, int]]
-    """The identity and the version counter of each."""
-    smallest: torch.Tensor | None
-    """The smallest one, which is held."""
-
-
-def _marks_of(optimizer: torch.optim.Optimizer) -> _Marks:
-    """Return the marks of the gradients of an optimizer."""
-    grads = _gradients_of(optimizer)
-    # PyTorch has no public name for the counter.
-    versions = [(id(grad), grad._version) for grad in grads]  # noqa: SLF001
-    return _Marks(versions, min(grads, key=torch.Tensor.numel, default=None))
+        if clipped is None or clipped.has_changed(grads):
+            return True
+        norm = self._norms.get(id(optimizer))
+        return norm is not None and not torch.equal(
+            norm.nan_to_num(), get_total_norm(grads).nan_to_num()
+        )
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,17 +9,16 @@ has begun, the gradients are hidden. A fused kernel that runs later on an accele
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
+
+from uniclip.integrations.torch.snapshot import Snapshot
 
 _BY_FLAG = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 """The optimizers whose fused kernels skip a step by themselves, if ``optimizer.found_inf`` is 1.
 
 That of SGD leaves its momentum uninitialized in a first step that is skipped.
 """
-_SAMPLE = 16
-"""How many elements of a parameter are compared to find out whether it has moved."""
 
 
 class SkippedStep(BaseException):
@@ -62,7 +61,7 @@ class Skip:
         self._before_closure = None
         if not skip:
             return
-        if before is not None and not before.has_moved(params):
+        if before is not None and not before.has_changed(params):
             raise SkippedStep(loss)
         self._hidden = [(p, p.grad) for p in params]
         for p in params:
@@ -94,51 +93,8 @@ class Skip:
         self.show_grads()
 
 
-class Snapshot:
-    """Detect later changes of parameters by version counters, addresses and a few elements, without
-    a copy of them all.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._marks = _marks_of(params)
-
-        # A write through `p.data` changes no version counter, so a few elements are compared.
-        readable = [p for p in params if _is_regular(p) and p.requires_grad and p.numel()]
-        ends = {*readable[:1], *readable[-1:]}
-        self._samples = [(p, _first_elements(p).clone()) for p in ends]
-
-    def has_moved(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether the parameters have moved; this reads values."""
-        if self._marks != _marks_of(params):
-            return True
-        # NaN that stays is no change.
-        is_same = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=True)
-        return not all(is_same(_first_elements(p), sample) for p, sample in self._samples)
-
-
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the kernels of an optimizer skip a step by its flag ``found_inf``."""
     if type(optimizer) not in _BY_FLAG:
         return False
     return all(group["fused"] for group in optimizer.param_groups)
-
-
-def _marks_of(params: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the version counter and the address of each parameter."""
-    marks = []
-    for p in params:
-        address = p.data_ptr() if _is_regular(p) else 0
-        marks.append((p._version, address))  # noqa: SLF001 - PyTorch has no public name for it
-    return marks
-
-
-def _is_regular(p: torch.Tensor) -> bool:
-    """Return whether a parameter has values in one storage: no subclass such as DTensor, and not on
-    ``meta``.
-    """
-    return type(p) in {torch.nn.Parameter, torch.Tensor} and not p.is_meta
-
-
-def _first_elements(p: torch.Tensor) -> torch.Tensor:
-    """Return a few elements of a parameter."""
-    return p.detach().reshape(-1)[:_SAMPLE]

@@ -63,6 +63,8 @@ class Steps:
         """The closure of a step, until the step calls it."""
         self._took_fast_path = False
         """Whether the step that runs was clipped on the fast path, which leaves nothing behind."""
+        self._has_failed = False
+        """Whether the step that runs has raised an error."""
         self._guard = params.guard = Guard(params, rule)
         self._is_removed = False
 
@@ -110,6 +112,7 @@ class Steps:
                 optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
             return skipped.loss
         except Exception:
+            self._has_failed = True
             self._clipping.drop_scale(optimizer)
             raise
         else:
@@ -195,7 +198,7 @@ class Steps:
             return new_args, {key: clipped if v is closure else v for key, v in kwargs.items()}
 
         self._is_skipped = self._clipping.clip(optimizer, loss)
-        self._round.begin()
+        self._round.begin(is_scaled=hasattr(optimizer, "found_inf"))
         self._guard.open()
         self._stop_if_skipped()
         return None
@@ -226,7 +229,7 @@ class Steps:
         self._guard.open()
         used_loss = loss if closure_loss is None else closure_loss
         self._is_skipped = self._clipping.clip(optimizer, used_loss)
-        self._round.begin()
+        self._round.begin(is_scaled=hasattr(optimizer, "found_inf"))
         self._clipping.skip.leave_closure(
             self._params.tensors(), closure_loss, skip=self._is_skipped
         )
@@ -241,7 +244,9 @@ class Steps:
         self._uncalled = None
         self.loss = None
         self._clipping.skip.end_step()
-        self._round.add(optimizer)
+        if not self._has_failed:
+            self._round.add(optimizer)
+        self._has_failed = False
         if self._round.is_over:
             self._clipping.skip.clear_flags()
 
