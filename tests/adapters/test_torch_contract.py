@@ -877,6 +877,16 @@ def test_a_loaded_state_and_another_order(kind: str, by: str) -> None:
     assert [one.grad.norm().item(), other.grad.norm().item()] == pytest.approx([1.5, 15.0])
 
 
+def test_defaults_that_are_shared() -> None:
+    """An optimizer with the very ``defaults`` of an attached one is no copy."""
+    optimizer = SGD([five()], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0))
+    copy.deepcopy(optimizer)
+    other = SGD([five()], lr=1.0)
+    other.defaults = optimizer.defaults
+    other.step()
+
+
 def test_defaults_are_given_back() -> None:
     """After ``remove`` the optimizer has its very own ``defaults``, with what was changed."""
     optimizer = SGD([five()], lr=1.0)

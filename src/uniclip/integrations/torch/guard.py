@@ -128,10 +128,14 @@ class AttachedDefaults(dict[str, Any]):
         return _copy_defaults, (dict(self),)
 
 
-def _copy_defaults(defaults: dict[str, Any]) -> AttachedDefaults:
-    """Return the defaults of a copy, whose first step warns."""
+class CopiedDefaults(AttachedDefaults):
+    """The ``defaults`` of a copy, whose first step warns."""
+
+
+def _copy_defaults(defaults: dict[str, Any]) -> CopiedDefaults:
+    """Return the defaults of a copy, and look for its first step."""
     _watch_copies()
-    return AttachedDefaults(defaults)
+    return CopiedDefaults(defaults)
 
 
 def guard_of(optimizer: torch.optim.Optimizer) -> Guard | None:
@@ -149,7 +153,7 @@ def _watch_copies() -> RemovableHandle:
 @partial(torch.compiler.disable, recursive=False)
 def _check_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Warn if a copy of an attached optimizer has no rule, once."""
-    if type(optimizer.defaults) is AttachedDefaults and guard_of(optimizer) is None:
+    if type(optimizer.defaults) is CopiedDefaults:
         optimizer.defaults = dict(optimizer.defaults)
         warn_of_copy(optimizer)
 

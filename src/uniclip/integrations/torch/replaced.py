@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from uniclip.integrations.torch.checks import runs_hooks
-from uniclip.integrations.torch.guard import AttachedDefaults, warn_of_copy
+from uniclip.integrations.torch.guard import AttachedDefaults, CopiedDefaults, warn_of_copy
 from uniclip.integrations.torch.step import Steps
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class ReplacedStep:
         # A frozen dataclass can only be changed through its dictionary.
         attributes["step"] = self
         self._defaults = attributes.get("defaults")
+        if type(self._defaults) is CopiedDefaults:
+            # A copy that gets a rule of its own is none any more.
+            self._defaults = dict(self._defaults)
         if type(self._defaults) is dict:
             attributes["defaults"] = AttachedDefaults(self._defaults)
         # A GradScaler would divide the gradients of each optimizer only before its own step, so it

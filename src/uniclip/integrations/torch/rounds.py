@@ -86,9 +86,11 @@ class Round:
         if clipped is None or clipped.has_changed(grads):
             return True
         norm = self._norms.get(id(optimizer))
-        return norm is not None and not torch.equal(
-            norm.nan_to_num(), get_total_norm(grads).nan_to_num()
-        )
+        if norm is None:
+            return False
+        # NaN that stays is no change.
+        now = get_total_norm(grads)
+        return not torch.allclose(now, norm, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
