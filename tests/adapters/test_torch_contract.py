@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import pickle
+import random
 import threading
 import warnings
 import weakref
@@ -917,3 +918,78 @@ def test_steps_of_other_threads() -> None:
     outside.set()
     thread.join()
     assert other.tolist() == [-3.0, -4.0]
+
+
+class Changing:
+    """A training whose parameters change places at random, and the norms that each has kept."""
+
+    def __init__(self, seed: int, *, named: bool) -> None:
+        self.draw = random.Random(seed)  # noqa: S311 - it draws tests
+        self.named = named
+        self.pool = [torch.nn.Parameter(torch.zeros(2)) for _ in range(6)]
+        self.names = {id(p): f"w{number}" for number, p in enumerate(self.pool)}
+        self.last: dict[int, float] = {}
+        self.begin([self.pool[:2], self.pool[2:3]])
+
+    def begin(self, groups: list[list[Any]]) -> None:
+        """Make an optimizer, and attach to it."""
+        self.optimizer = SGD([self.group(params) for params in groups], lr=0.0)
+        self.groups = self.optimizer.param_groups
+        self.handle = attach(self.optimizer, uc.norm_growth(1.5))
+
+    def group(self, params: list[Any]) -> dict[str, Any]:
+        """Return a group of parameters, with names or without."""
+        return {"params": [(self.names[id(p)], p) if self.named else p for p in params]}
+
+    def change(self) -> str:
+        """Change something, and return what."""
+        present = {id(p) for group in self.groups for p in group["params"]}
+        free = [p for p in self.pool if id(p) not in present]
+        kind = self.draw.choice(["add", "remove", "shuffle", "swap", "reload", "again", "none"])
+        if kind == "add" and free:
+            self.optimizer.add_param_group(self.group([self.draw.choice(free)]))
+        elif kind == "remove" and len(self.groups) > 1:
+            del self.groups[self.draw.randrange(len(self.groups))]
+        elif kind == "shuffle":
+            group = self.draw.choice(self.groups)
+            order = self.draw.sample(range(len(group["params"])), len(group["params"]))
+            for key in {"params", "param_names"} & group.keys():
+                group[key][:] = [group[key][number] for number in order]
+        elif kind == "swap":
+            self.draw.shuffle(self.groups)
+        elif kind == "reload":
+            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+            self.groups = self.optimizer.param_groups
+        elif kind == "again" and self.named:
+            # Numbers in a file say nothing of parameters that are not in the groups.
+            saved = copy.deepcopy(self.optimizer.state_dict())
+            self.handle.remove()
+            self.begin([list(group["params"]) for group in self.groups])
+            self.optimizer.load_state_dict(saved)
+            self.groups = self.optimizer.param_groups
+        return kind
+
+    def step(self) -> tuple[list[float], list[float]]:
+        """Take a step, and return the norms that there are after it, and should be."""
+        params = [p for group in self.groups for p in group["params"]]
+        for p in params:
+            p.grad = torch.tensor([self.draw.choice([0.25, 1.0, 4.0, 32.0]), 0.0])
+        wanted = []
+        for p in params:
+            norm = p.grad[0].item()
+            self.last[id(p)] = min(norm, 1.5 * self.last.get(id(p), math.inf))
+            wanted.append(self.last[id(p)])
+        self.optimizer.step()
+        return [p.grad[0].item() for p in params], wanted
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_parameters_that_change_places(seed: int, *, named: bool) -> None:
+    """Each parameter keeps its own norm, however groups are changed, saved and loaded."""
+    training = Changing(seed, named=named)
+    kinds = []
+    for _ in range(12):
+        kinds.append(training.change())
+        after, wanted = training.step()
+        assert after == pytest.approx(wanted), kinds
