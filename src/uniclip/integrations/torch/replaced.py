@@ -73,7 +73,7 @@ class ReplacedStep:
             msg = "the optimizer of this step was deleted; keep a reference to it, not to its step"
             raise ReferenceError(msg)
 
-        step = self._own or type(optimizer).step.__get__(optimizer)
+        step = self._own or partial(type(optimizer).step, optimizer)
         if self._removed:
             return step(*args, **kwargs)
         if not self.runs_hooks:
@@ -100,7 +100,7 @@ class ReplacedStep:
     def __signature__(self) -> Signature:
         """The signature of the step that is replaced, at which a GradScaler looks."""
         optimizer: Any = self._optimizer()
-        return signature(self._own or type(optimizer).step.__get__(optimizer))
+        return signature(self._own or partial(type(optimizer).step, optimizer))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make the step of a copy of the optimizer."""
