@@ -344,7 +344,7 @@ def test_main_grad(name: str, mixed: bool) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_report_of_an_earlier_step(name: str) -> None:
-    """A step without gradients, or one that a loss scale skips, has no report of an earlier one."""
+    """A step without gradients has no report of an earlier one."""
     w = five()
     optimizer = SGD([w], lr=1.0)
     handle = attach(optimizer, RULES[name])

@@ -122,6 +122,26 @@ def test_one_norm_for_a_list(kind: Any) -> None:
     assert all("step" not in vars(optimizer) for optimizer in opts)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_saved_state_and_another_order(order: int) -> None:
+    """A state is loaded with whichever optimizer has it, and no other one misses it."""
+    one, other, opts = pair(partial(SGD, lr=1.0, momentum=0.9))
+    handle = attach(opts, uc.zclip(warmup=9))
+    for optimizer in opts:
+        optimizer.step()
+    saved, numbers = [optimizer.state_dict() for optimizer in opts], handle.numbers()
+    handle.remove()
+    _, _, again = pair(partial(SGD, lr=1.0, momentum=0.9))
+    loading = attach(again[::order], uc.zclip(warmup=9))
+    for load in ((0, 1), (1, 0)):
+        for number in load:
+            again[number].load_state_dict(saved[number])
+        assert loading.numbers() == numbers
+        for optimizer in again:
+            optimizer.step()
+    assert one.grad is not other.grad
+
+
 def test_a_skipped_round() -> None:
     """No optimizer of a skipped round steps, and the next round does."""
     one, other, opts = pair(partial(AdamW, lr=1.0))

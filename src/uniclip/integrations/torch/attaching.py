@@ -15,7 +15,7 @@ from uniclip.backends.torch import BACKEND
 from uniclip.clipper import Clipper
 from uniclip.compose import AnyRule
 from uniclip.integrations import check_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizers, given, optimizers_of, unwrap
+from uniclip.integrations.torch.checks import Optimizers, as_list, optimizers_of, unwrap
 from uniclip.integrations.torch.guard import guard_of
 from uniclip.integrations.torch.handle import Attached
 from uniclip.integrations.torch.parameters import Names, Parameters
@@ -199,7 +199,7 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
         warn(msg)
     clipper = Clipper(rule, record, resume=resume)
     handle = Attached(optimizers, clipper, all_reduce, shared, params)
-    for wrapper in given(optimizer):
+    for wrapper in as_list(optimizer):
         _renew_kept_step(wrapper)
     return handle
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Check optimizers, and the functions in a rule, before the rule is attached.
-
-Checks of a single step are in `step` and `guard`.
-"""
+"""Facts about optimizers and rules that `attach` needs, and errors for what it cannot take."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from uniclip._core.plan import check_answers_differ
-from uniclip._errors import summarize
+from uniclip._errors import article, summarize
 from uniclip._types import Path
 from uniclip.compose import AnyRule, Masked, rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
 from uniclip.integrations.torch.functions import get_total_norm
-from uniclip.integrations.torch.parameters import ParamGroup
+from uniclip.integrations.torch.parameters import ParamGroup, params_in
 from uniclip.limits import Ema, PercentileOfAll, Split
 from uniclip.rule import BaseRule
 
@@ -102,7 +99,7 @@ def _call_on_path(
         raise TypeError(msg) from error
 
 
-def given(optimizer: Optimizers) -> list[Any]:
+def as_list(optimizer: Optimizers) -> list[Any]:
     """Return the elements of a list, tuple or dict of optimizers, or the only optimizer."""
     if optimizer and isinstance(optimizer, Mapping):
         return list(optimizer.values())
@@ -121,9 +118,10 @@ def optimizers_of(optimizer: Optimizers, rule: AnyRule) -> list[torch.optim.Opti
     ValueError
         If one occurs twice, or has hooks that its step may not run.
     """
-    optimizers = list(map(unwrap, given(optimizer)))
-    for one in optimizers:
-        _raise_if_no_optimizer(one, rule)
+    optimizers = list(map(unwrap, as_list(optimizer)))
+    for number, one in enumerate(optimizers):
+        place = "" if len(optimizers) == 1 else f" at position {number} of the list"
+        _raise_if_no_optimizer(one, place, rule)
         _raise_if_not_replaceable(one)
         _raise_if_hooks_are_unknown(one)
 
@@ -170,9 +168,7 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _raise_if_hooks_are_unknown(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer has step pre-hooks, of which its step may run none before it moves
-    parameters: nobody knows whether they come before the clip.
-    """
+    """Raise if an optimizer has step pre-hooks, but a step that may not run them."""
     if runs_hooks(optimizer) or not getattr(optimizer, "_optimizer_step_pre_hooks", None):
         return
     msg = (
@@ -201,7 +197,7 @@ def _raise_if_not_replaceable(optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(msg)
 
 
-def _raise_if_no_optimizer(optimizer: object, rule: AnyRule) -> None:
+def _raise_if_no_optimizer(optimizer: object, place: str, rule: AnyRule) -> None:
     """Raise if an object is not an optimizer, and say what to pass in its place."""
     if is_optimizer(optimizer):
         return
@@ -215,10 +211,7 @@ def _raise_if_no_optimizer(optimizer: object, rule: AnyRule) -> None:
         )
         raise TypeError(msg)
 
-    fix = (
-        "pass the object whose step() is called, such as torch.optim.AdamW(model.parameters()). "
-        "For an object that steps several, pass these, as in attach([muon, adamw], rule)"
-    )
+    fix = "pass an optimizer, such as torch.optim.AdamW(model.parameters())"
     if is_optimizer(rule):
         fix = "swap the arguments, as in attach(optimizer, rule)"
     elif isinstance(optimizer, torch.nn.Module):
@@ -226,9 +219,14 @@ def _raise_if_no_optimizer(optimizer: object, rule: AnyRule) -> None:
             "attach to the optimizer of its parameters, as in "
             "attach(torch.optim.AdamW(model.parameters()), rule)"
         )
+    elif callable(getattr(optimizer, "step", None)):
+        fix = (
+            "attach to the optimizer that it steps, as in attach(wrapper.optimizer, rule), or to "
+            "all that it steps, as in attach([muon, adamw], rule)"
+        )
     msg = (
         "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, or be a "
-        f"list of these, got a {kind}; {fix}"
+        f"list of these, got {article(kind)} {kind}{place}; {fix}"
     )
     raise TypeError(msg)
 
@@ -247,7 +245,7 @@ def moves_nothing(groups: list[ParamGroup]) -> bool:
         if any(p.grad is None and p.requires_grad for p in group["params"]):
             return False
     # A norm of NaN is not 0 either.
-    grads = [p.grad for group in groups for p in group["params"]]
+    grads = [p.grad for p in params_in(groups)]
     return bool(get_total_norm(grads) == 0)
 
 
@@ -275,7 +273,4 @@ def names_in(model: torch.nn.Module, optimizer: Optimizer) -> torch.nn.Module | 
     optimizer.
     """
     ids = set(map(id, model.parameters()))
-    for group in optimizer.param_groups:
-        if any(id(p) in ids for p in group["params"]):
-            return model
-    return None
+    return None if ids.isdisjoint(map(id, params_in(optimizer.param_groups))) else model

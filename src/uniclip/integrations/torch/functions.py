@@ -4,7 +4,7 @@
 """The functions of ``torch.nn.utils`` that clip gradients, with uniclip's algorithm.
 
 They keep PyTorch's signatures, so code changes only its import. For the gradients of an optimizer,
-`attach` is in `optimizer`.
+`attach` is in `attaching`.
 """
 
 from __future__ import annotations

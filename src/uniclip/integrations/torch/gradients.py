@@ -16,6 +16,7 @@ from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.fast_path import gradients_of
 from uniclip.clipper import Clipper
+from uniclip.compose import rules_with_norms
 from uniclip.integrations import looks_at
 from uniclip.integrations.torch.checks import can_skip, moves_nothing
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
@@ -44,14 +45,18 @@ class GradientClipping:
         shared: Shared | None,
     ) -> None:
         self.skip = Skip()
+        self.params = params
+        self.rule = clipper.rule
+        self.can_skip = can_skip(clipper.rule)
+        """Whether the rule may skip a step."""
         self._clipper = clipper
-        self._params = params
         self._state = state
         self._all_reduce = keep_reference(all_reduce)
         self._shared = shared
         self._needs_params = looks_at("params", clipper.rule)
-        self._can_skip = can_skip(clipper.rule)
-        self._is_joint = len(params.optimizers) > 1
+        policies = {inner.nonfinite for inner in rules_with_norms(clipper.rule)}
+        self._reads_infinity = not policies.isdisjoint({"raise", "zero"})
+        """Whether the rule does more with an infinity than to keep its state."""
         self._has_looked = False
         """Whether a step has looked for gradients in ``main_grad``."""
         self._has_warned = False
@@ -60,8 +65,8 @@ class GradientClipping:
         self._fast_rule: Rule | None = None
         """The rule, if its steps may take the fast path, which decides by itself."""
         # A recorder wants the norms of all leaves, and a skip needs a decision.
-        unobserved = all_reduce is None and clipper.record is None and not self._is_joint
-        if unobserved and type(clipper.rule) is Rule and not self._can_skip:
+        unobserved = all_reduce is None and clipper.record is None and not params.is_joint
+        if unobserved and type(clipper.rule) is Rule and not self.can_skip:
             self._fast_rule = clipper.rule
 
     def clip_on_fast_path(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -79,7 +84,7 @@ class GradientClipping:
             return False
 
         groups = optimizer.param_groups
-        params = groups[0]["params"] if len(groups) == 1 else self._params.tensors()
+        params = groups[0]["params"] if len(groups) == 1 else self.params.tensors()
         grads = gradients_of(params)
         if grads is None:
             return False
@@ -95,11 +100,15 @@ class GradientClipping:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def clip(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> bool:
-        """Gather the gradients, agree with other processes, and clip, in a step of ``optimizer``.
+        """Clip the gradients of all optimizers, in a step of one of them.
 
-        Return whether the step must not be taken; fused kernels may skip it by a flag.
+        Return ``True`` if the step must be stopped: the rule skips it, or a GradScaler has found an
+        infinity; ``False``, too, if fused kernels skip it themselves, by a flag.
         """
+        self.skip.flag = None
         params = self._state.follow_parameters(in_step=True)
+        # The rule's state may be loaded after the optimizer's, so the warning waits for a step.
+        self._state.warn_if_missing()
         grads = grads_of(params)
         all_reduce = follow_reference(self._all_reduce)
         device = params[0].device if params else None
@@ -107,13 +116,9 @@ class GradientClipping:
             self._look_for_main_grads(params)
 
         # A process without any gradient takes part, too, or the others would wait.
-        if several() and looks_at("loss", self._clipper.rule):
+        if several() and looks_at("loss", self.rule):
             loss = average_loss(loss, device)
-        found_inf = getattr(optimizer, "found_inf", None)
-        # GradScaler has looked at the gradients of one optimizer only.
-        if self._is_joint and found_inf is not None:
-            found_inf = torch.logical_not(get_total_norm(grads).isfinite()).to(torch.float32)
-        found_inf = any_found_inf(found_inf, all_reduce, device)
+        found_inf = any_found_inf(self._flag_of(optimizer, grads), all_reduce, device)
 
         absent = sum([grad is None for grad in grads])
         if absent == len(grads) and all_reduce is None:
@@ -121,23 +126,19 @@ class GradientClipping:
             self._warn_of_no_gradient(optimizer)
             return False
 
-        # GradScaler skips this step itself.
-        if found_inf is not None and self._knows_infinity(found_inf):
-            self._clipper.hold_report(None)
+        # A GradScaler leaves the check to an optimizer that takes its flag.
+        if found_inf is not None and self._read_found_inf(found_inf):
             return True
-        if self._is_joint:
-            self.take_from_scaler(optimizer)
-        elif getattr(optimizer, "grad_scale", None) is not None:
-            self._unscale(optimizer, grads)
+        self._take_scale(optimizer, grads)
 
         # The parameter of an absent gradient has the shape of its row.
         params_tree = None
         if self._needs_params or absent or all_reduce is not None:
-            params_tree = self._params.tree(params)
+            params_tree = self.params.tree(params)
         report = self._clipper.clip_(
-            self._params.tree(grads), params_tree, all_reduce, loss=loss, shared=self._shared
+            self.params.tree(grads), params_tree, all_reduce, loss=loss, shared=self._shared
         )
-        return self._can_skip and self._must_skip(report, found_inf)
+        return self.can_skip and self._decide_skip(optimizer, report, found_inf)
 
     def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:
         """Warn if parameters have their gradients in ``main_grad``, as those of Megatron do."""
@@ -147,7 +148,7 @@ class GradientClipping:
             self._has_warned = True
             msg = (
                 f"{counted(sum(has_other), 'parameter')} of {len(params)} have a gradient in "
-                f"main_grad and none in grad, which alone {summarize(self._clipper.rule)} clips; "
+                f"main_grad and none in grad, which alone {summarize(self.rule)} clips; "
                 "if the optimizer reads main_grad, clip it before step(), as in "
                 "uc.clip_([p.main_grad for p in params], rule)"
             )
@@ -160,7 +161,7 @@ class GradientClipping:
         self._has_warned = True
         msg = (
             f"{type(optimizer).__qualname__} took a step in which no parameter had a gradient in "
-            f"p.grad, so {summarize(self._clipper.rule)} clipped nothing; call backward() before "
+            f"p.grad, so {summarize(self.rule)} clipped nothing; call backward() before "
             "step(). If its step() reads or makes gradients elsewhere, attach to the optimizer "
             "inside whose parameters have them in p.grad, or clip them by hand"
         )
@@ -168,76 +169,95 @@ class GradientClipping:
 
     def only_makes_state(self) -> bool:
         """Return whether a step only makes the optimizer's state, in all processes alike."""
-        params = self._params.tensors()
+        params = self.params.tensors()
         device = params[0].device if params else None
-        moves = torch.tensor(float(not moves_nothing(self._params.groups())))
+        moves = torch.tensor(float(not moves_nothing(self.params.groups())))
         return not any_found_inf(moves, follow_reference(self._all_reduce), device)
 
-    def take_from_scaler(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the scale and the flag of a GradScaler away from one of several optimizers.
+    def continue_round(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare the step of an optimizer whose gradients are clipped already."""
+        self._take_scale(optimizer, [])
+        self.skip.flag_step(optimizer)
+
+    def _flag_of(
+        self, optimizer: torch.optim.Optimizer, grads: list[torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """Return the flag of a GradScaler, 1 if it has found an infinity, if there is one."""
+        found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not self.params.is_joint:
+            return found_inf
+        # It has looked at the gradients of one optimizer only.
+        return torch.logical_not(get_total_norm(grads).isfinite()).to(torch.float32)
+
+    def _take_scale(
+        self, optimizer: torch.optim.Optimizer, grads: list[torch.Tensor | None]
+    ) -> None:
+        """Take the scale of a GradScaler from an optimizer, and divide the gradients by it.
 
         Raises
         ------
         RuntimeError
-            If its gradients are still scaled.
+            If the optimizer is one of several, whose gradients are clipped by the first step.
         """
-        is_scaled = getattr(optimizer, "grad_scale", None) is not None
-        # Only fused kernels accept them, and GradScaler sets them before each step.
-        if hasattr(optimizer, "found_inf"):
-            optimizer.grad_scale = None
+        scale = getattr(optimizer, "grad_scale", None)
+        # Only fused kernels accept the flag; GradScaler sets and deletes both around each step.
+        if self.params.is_joint and hasattr(optimizer, "found_inf"):
             optimizer.found_inf = None
-        if is_scaled:
+        if scale is None:
+            return
+
+        optimizer.grad_scale = None
+        if self.params.is_joint:
             msg = (
                 "a GradScaler would divide the gradients of each optimizer in its own step, but "
                 "the first step clips those of all; call scaler.unscale_(optimizer) for each of "
                 "them before the first scaler.step()"
             )
             raise RuntimeError(msg)
+        self._unscale(grads, scale)
 
     def drop_scale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the scale that was taken from a GradScaler, after a step that failed: GradScaler
-        does so after others only, and multiplies the next scale by it.
+        """Delete ``grad_scale`` after a step that failed.
+
+        GradScaler deletes it only after one that succeeded, and would multiply the next scale by
+        the ``None`` that is left.
         """
         if vars(optimizer).get("grad_scale", 0) is None:
             del optimizer.grad_scale
 
-    def _knows_infinity(self, found_inf: torch.Tensor) -> bool:
-        """Return whether GradScaler has found an infinity, if its flag may be read.
+    def _read_found_inf(self, found_inf: torch.Tensor) -> bool:
+        """Return whether a GradScaler has found an infinity.
 
-        Reading it would wait for an accelerator. Unread, the infinity makes the norm one that no
-        state accepts, except under two policies.
+        On an accelerator the flag is not read, except for policies that do more with a norm that is
+        not finite than to keep the state.
         """
-        policy = getattr(self._clipper.rule, "nonfinite", None)
-        if not BACKEND.readable(found_inf) and policy not in {"raise", "zero"}:
+        if not BACKEND.readable(found_inf) and not self._reads_infinity:
             return False
         return bool(found_inf)
 
-    def _unscale(self, optimizer: torch.optim.Optimizer, grads: list[torch.Tensor | None]) -> None:
+    def _unscale(self, grads: list[torch.Tensor | None], scale: torch.Tensor) -> None:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
         # Two parameters may have one gradient, which is divided once.
         present = {id(grad): grad for grad in grads if grad is not None}
         if any(grad.dtype is torch.float16 for grad in present.values()):
             msg = (
-                f"{summarize(self._clipper.rule)} needs unscaled gradients, and float16 cannot "
-                "hold them; keep the parameters in float32 under autocast"
+                f"{summarize(self.rule)} needs unscaled gradients, and float16 cannot hold them; "
+                "keep the parameters in float32 under autocast"
             )
             raise ValueError(msg)
-
-        # GradScaler sets it before each step.
-        scale = optimizer.grad_scale
-        optimizer.grad_scale = None
         for grad in present.values():
             grad.div_(scale.to(grad.device))
 
-    def _must_skip(self, report: Report, found_inf: torch.Tensor | None) -> bool:
+    def _decide_skip(
+        self, optimizer: torch.optim.Optimizer, report: Report, found_inf: torch.Tensor | None
+    ) -> bool:
         """Return whether the rule demands a skip; fused kernels get a flag, which the host need not
         read.
         """
         skipped: Any = report.skipped
         if skipped is None:
             return False
-        optimizers = self._params.optimizers
-        fused = all(map(skips_by_flag, optimizers))
+        fused = all(map(skips_by_flag, self.params.optimizers))
         if not fused or BACKEND.readable(skipped):
             return bool(skipped)
 
@@ -245,5 +265,6 @@ class GradientClipping:
         flag = skipped.to(torch.float32)
         if found_inf is not None:
             flag = torch.maximum(flag, found_inf.to(flag.device))
-        self.skip.set_flags(optimizers, flag)
+        self.skip.flag = flag
+        self.skip.flag_step(optimizer)
         return False

@@ -20,9 +20,10 @@ from weakref import finalize, ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from uniclip._errors import summarize
 from uniclip._warnings import warn
 from uniclip.integrations.torch.checks import moves_nothing
-from uniclip.integrations.torch.parameters import Parameters
+from uniclip.integrations.torch.parameters import Parameters, params_in
 from uniclip.rule import BaseRule
 
 if TYPE_CHECKING:
@@ -58,14 +59,17 @@ class Guard:
         self.rule = rule
         # An optimizer that is used no more is freed with its rule.
         self._params = ref(params)
-        self.ids: set[int] = set()
-        """The parameters, by their identity."""
         self._optimizer_ids = list(map(id, params.optimizers))
         _guards.update(dict.fromkeys(self._optimizer_ids, self))
         finalize(params, self.remove).atexit = False
-        self.watch()
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_check_step))
+
+    @property
+    def ids(self) -> set[int]:
+        """The parameters, by their identity, as they were when they were last looked at."""
+        params = self._params()
+        return set() if params is None else params.ids
 
     def open(self) -> None:
         """Let the parameters move: their gradients are clipped.
@@ -86,10 +90,11 @@ class Guard:
             self.is_open = False
             _open.guards.remove(self)
 
-    def watch(self) -> None:
-        """Watch the parameters that the optimizers have now, and no others."""
+    def look_again(self) -> None:
+        """Look at the parameters that the optimizers have now."""
         params = self._params()
-        self.ids = set() if params is None else set(map(id, params.tensors()))
+        if params is not None:
+            params.ids = set(map(id, params.tensors()))
 
     def remove(self) -> None:
         """Watch nothing any more."""
@@ -106,6 +111,12 @@ class Guard:
         params = self._params()
         return params is not None and id(optimizer) in map(id, params.optimizers)
 
+    def describe(self) -> str:
+        """Return the optimizers and their rule."""
+        params = self._params()
+        kinds = "an optimizer" if params is None else params.kinds
+        return f"{kinds}, to which {summarize(self.rule)} is attached"
+
     def _raise_if_clipped_twice(self) -> None:
         """Raise if a step that runs has clipped a parameter of this one."""
         if all(self.ids.isdisjoint(guard.ids) for guard in _open.guards):
@@ -120,7 +131,8 @@ class Guard:
 class AttachedDefaults(dict[str, Any]):
     """The ``defaults`` of an attached optimizer.
 
-    They are all that a copy of an optimizer keeps beside its parameters, so they tell a copy.
+    A copy of an optimizer gets only its defaults, state and groups, so it is recognized by its
+    defaults.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,36 +189,44 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if guard is not None and guard.is_running:
         return
 
-    # No Python code runs for each parameter, or each step would take as long as the model.
-    params = chain.from_iterable(map(_PARAMS, optimizer.param_groups))
-    unclipped = set(map(id, params))
-    for open_guard in _open.guards:
-        unclipped -= open_guard.ids
-    is_watched = [not watching.ids.isdisjoint(unclipped) for watching in _guards.values()]
-    if guard is not None or any(is_watched) or (_open.guards and unclipped):
+    unclipped = _unclipped_ids(optimizer)
+    if guard is not None or (_open.guards and unclipped) or _watches(unclipped):
         _check_unclipped(optimizer)
+
+
+def _unclipped_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the parameters of an optimizer that no running step has clipped, by identity."""
+    # No Python code runs for each parameter, or each step would take as long as the model.
+    ids = set(map(id, chain.from_iterable(map(_PARAMS, optimizer.param_groups))))
+    for guard in _open.guards:
+        ids -= guard.ids
+    return ids
+
+
+def _watches(ids: set[int]) -> list[Guard]:
+    """Return the guards of some parameters."""
+    return [guard for guard in _guards.values() if not guard.ids.isdisjoint(ids)]
 
 
 def _check_unclipped(optimizer: torch.optim.Optimizer) -> None:
     """Do the same as `_check_step`, with a new look at the parameters of all rules."""
     # A library may have replaced parameters, and groups may have been added on the fast path.
     for guard in set(_guards.values()):
-        guard.watch()
-    params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    for guard in _open.guards:
-        params = {number: p for number, p in params.items() if number not in guard.ids}
-    if not params or moves_nothing(optimizer.param_groups):
+        guard.look_again()
+    unclipped = _unclipped_ids(optimizer)
+    if not unclipped or moves_nothing(optimizer.param_groups):
         return
 
     # An optimizer that is used no more may wait in a cycle of its class until it is collected.
-    is_watched = any(not guard.ids.isdisjoint(params) for guard in _guards.values())
-    if is_watched:
+    if _watches(unclipped):
         gc.collect()
-    is_attached = guard_of(optimizer) is not None
-    if is_attached or any(not guard.ids.isdisjoint(params) for guard in _guards.values()):
-        _raise_past(optimizer, is_attached=is_attached)
+    own = guard_of(optimizer)
+    guards = _watches(unclipped) if own is None else [own]
+    if guards:
+        _raise_past(optimizer, guards[0], is_attached=own is not None)
 
-    if not _open.guards or all(p.grad is None for p in params.values()):
+    params = [p for p in params_in(optimizer.param_groups) if id(p) in unclipped]
+    if not _open.guards or all(p.grad is None for p in params):
         return
     kind = type(optimizer).__qualname__
     msg = (
@@ -217,13 +237,12 @@ def _check_unclipped(optimizer: torch.optim.Optimizer) -> None:
     raise RuntimeError(msg)
 
 
-def _raise_past(optimizer: torch.optim.Optimizer, *, is_attached: bool) -> NoReturn:
+def _raise_past(optimizer: torch.optim.Optimizer, guard: Guard, *, is_attached: bool) -> NoReturn:
     """Raise for a step that goes past the step of an attached optimizer."""
     kind = type(optimizer).__qualname__
     fix = (
-        f"if the loop is meant to step this {kind}, attach to it in place of the other optimizer, "
-        "or to a list of both; if not, step only the other one; without a rule call remove() of "
-        "the handle"
+        f"if your loop steps this {kind}, attach a rule to it, too, or to it alone if it steps the "
+        "other one; if not, step only the other one, or call remove() of its handle"
     )
     if is_attached:
         fix = (
@@ -231,7 +250,7 @@ def _raise_past(optimizer: torch.optim.Optimizer, *, is_attached: bool) -> NoRet
             "the wrapper or compile"
         )
     msg = (
-        f"{kind} took a step past the step() of the optimizer to which a rule is attached, so the "
-        f"gradients are not clipped: {fix}"
+        f"{kind} took a step past the step() of {guard.describe()}, so the gradients of the same "
+        f"parameters are not clipped: {fix}"
     )
     raise RuntimeError(msg)

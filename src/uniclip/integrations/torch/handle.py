@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The handle of attached optimizers: their rule, its state, and the report of the last step.
 
-What happens at a step is in `step`, how gradients are clipped in `gradients`, how a step is skipped
-in `skip`, the names of parameters in `parameters`, the state of the rule in `state`, and the error
-for a step that goes past the attached one in `guard`.
+A step passes through `replaced`, `step`, for a list `rounds`, `gradients` and `skip`, in this
+order. `guard` raises an error for steps that go past it. `parameters` has the names of parameters,
+`state` the state of the rule, and `checks` what is checked before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from uniclip.rule import BaseRule
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.hooks import RemovableHandle
 
     from uniclip.insight import Recorder
 
@@ -61,28 +60,21 @@ class Attached:
         self.optimizers = optimizers
         self._clipper = clipper
         self._params = params
-        self._is_removed = False
-
         has_stepped_before = any(map(has_stepped, optimizers))
         self._state = RuleState(clipper, params, is_missing=has_stepped_before)
         self._check_functions()
-        # A state may be loaded before the first step, and is checked against this one.
+        # Make the first state now: one that is loaded before the first step is checked against it.
         self._state.reset()
 
-        # All checks are done: from here on the optimizers change. What they get holds none of them,
-        # so that a training that is used no more is freed at once.
+        # All checks are done: from here on the optimizers change. What is set on them holds no
+        # optimizer, so that an unused training is freed without a garbage collection.
         clipping = GradientClipping(clipper, params, self._state, all_reduce, shared)
-        self._steps = Steps(self.rule, params, self._state, clipping)
+        self._steps = Steps(clipping)
         self._replaced = [
-            ReplacedStep(optimizer, self._steps, is_joint=len(optimizers) > 1)
+            ReplacedStep(optimizer, self._steps, is_joint=params.is_joint)
             for optimizer in optimizers
         ]
-        self._hooks: list[RemovableHandle] = self._state.add_hooks(optimizers[0])
-        self._hooks += [
-            optimizer.register_step_pre_hook(self._steps.before)
-            for optimizer, replaced in zip(optimizers, self._replaced, strict=True)
-            if replaced.runs_hooks
-        ]
+        self._hooks = self._state.add_hooks(optimizers)
         if self.record is not None:
             self.record.holder = ref(self._steps)
 
@@ -112,8 +104,8 @@ class Attached:
 
     @property
     def loss(self) -> Number | None:
-        """The loss of the next step, for rules that use it; by default the closure's, if it returns
-        one. ``None`` after the step. With several processes the rule gets the mean.
+        """The loss of the next step, for rules that use it. If a closure returns a loss, the rule
+        gets that one. ``None`` after the step. With several processes the rule gets the mean.
         """
         return self._steps.loss
 
@@ -128,9 +120,9 @@ class Attached:
 
     @property
     def report(self) -> Report | None:
-        """The report of the last step, with the norms of unscaled gradients.
+        """The report of the last step that clipped, with the norms of unscaled gradients.
 
-        ``None`` before the first step.
+        ``None`` before the first step, and after a step without any gradient.
         """
         return self._clipper.report
 
@@ -146,8 +138,7 @@ class Attached:
 
     def __repr__(self) -> str:
         """Return the rule and the optimizers."""
-        removed = ", removed" if self._is_removed else ""
-        return f"{self._steps!r}".removesuffix(">") + f"{removed}>"
+        return repr(self._steps)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Raise an error: a copy or a pickle would have the steps of another optimizer."""
@@ -160,9 +151,8 @@ class Attached:
 
     def remove(self) -> None:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
-        if self._is_removed:
+        if self._params.is_released:
             return
-        self._is_removed = True
         for replaced in self._replaced:
             replaced.remove()
         while self._hooks:
@@ -194,7 +184,7 @@ class Attached:
 
     def expect_state(self) -> None:
         """Warn at the next step, unless a state of the rule is loaded by then."""
-        self._state.expect()
+        self._state.warn_unless_loaded()
 
     def numbers(self) -> dict[str, Any]:
         """Return the same as `state_dict` as plain numbers and lists, for JSON."""

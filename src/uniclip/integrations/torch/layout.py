@@ -23,7 +23,7 @@ from uniclip.integrations import rule_for_steps
 from uniclip.integrations.torch.attaching import attach
 from uniclip.integrations.torch.checks import Optimizers, optimizers_of
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of
+from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of, params_in
 from uniclip.integrations.torch.processes import several
 from uniclip.report import Report
 from uniclip.rule import BaseRule
@@ -227,7 +227,7 @@ def check_layout(
 
 def _with_names(groups: list[ParamGroup], names: Names) -> list[ParamGroup]:
     """Return groups with the names of their parameters; the optimizer's names come first."""
-    names_by_id = names_of(names, [p for group in groups for p in group["params"]])()
+    names_by_id = names_of(names, params_in(groups))()
     named = []
     for group in groups:
         keys = [names_by_id.get(id(p), number) for number, p in enumerate(group["params"])]

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
 
 from uniclip._core.tree import place
 from uniclip._errors import check, stable
-
-if TYPE_CHECKING:
-    from uniclip.integrations.torch.guard import Guard
 
 ParamGroup: TypeAlias = dict[str, Any]
 """A parameter group of an optimizer: its parameters, perhaps their names, and its options."""
@@ -52,19 +49,27 @@ class Parameters:
 
     keys: list[list[Any]]
     """The names or numbers of the parameters of each group."""
-    guard: Guard | None = None
-    """Watches the steps that move the parameters, once a rule is attached."""
+    ids: set[int]
+    """The parameters, by identity, as they were when they were last looked at."""
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], names: Names | None = None
     ) -> None:
         # The optimizers hold this object, so a strong reference back would be a cycle.
         self._optimizers = list(map(ref, optimizers))
-        self._read_names = names_of(names, self.tensors())
+        self.is_joint = len(optimizers) > 1
+        """Whether there are several optimizers, which are clipped together."""
+        self.is_released = False
+        """Whether the rule was removed."""
+        tensors = self.tensors()
+        self.ids = set(map(id, tensors))
+        self._read_names = names_of(names, tensors)
         self.keys = []
+        self._names: list[list[str | None]] = []
+        """The names of the parameters of each group, ``None`` for those that have only a number."""
         self._rows: dict[str, _Row] = {}
         """All parameters that are, or were, in the groups, by the paths of their state."""
-        self._present: list[str] = []
+        self._present_paths: list[str] = []
         """The paths of the parameters in the groups now."""
         self._sizes: list[int] = []
         """The number of parameters in each group, repeated ones included."""
@@ -72,7 +77,6 @@ class Parameters:
         """Whether a step was taken, so that parameters are held."""
         self._is_loaded = False
         """Whether a file was loaded before the first step."""
-        self._is_released = False
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -81,7 +85,14 @@ class Parameters:
         return [optimizer for optimizer in existing if optimizer is not None]
 
     @property
-    def known(self) -> list[str]:
+    def kinds(self) -> str:
+        """The classes of the optimizers, for a message."""
+        kinds = [type(optimizer).__qualname__ for optimizer in self.optimizers]
+        more = "" if len(kinds) < 4 else f" and {len(kinds) - 3} more"
+        return " and ".join(kinds[:3]) + more
+
+    @property
+    def known_paths(self) -> list[str]:
         """The paths of all parameters that are, or were, in the groups."""
         return list(self._rows)
 
@@ -101,7 +112,7 @@ class Parameters:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters, each once."""
-        params = [p for group in self.groups() for p in group["params"]]
+        params = params_in(self.groups())
         # PyTorch's optimizers repeat none, so this is usually all.
         if len(set(map(id, params))) == len(params):
             return params
@@ -114,37 +125,36 @@ class Parameters:
 
     def have_changed(self, params: list[torch.Tensor], *, in_step: bool) -> bool:
         """Return whether `update` has something to do for these parameters of the groups."""
-        if self._is_released:
+        if self.is_released:
             return False
         sizes = [len(group["params"]) for group in self.groups()]
         if sizes != self._sizes or not self._has_stepped:
             return in_step or sizes != self._sizes
 
         # A parameter that is gone from the groups is released as soon as nobody else has it.
-        if len(self._rows) > len(self._present) and not in_step:
+        if len(self._rows) > len(self._present_paths) and not in_step:
             return True
-        held = [self._rows[path].param for path in self._present]
-        return len(held) != len(params) or not all(map(is_, held, params))
+        before = [self._rows[path].param for path in self._present_paths]
+        return len(before) != len(params) or not all(map(is_, before, params))
 
     def update(self, params: list[torch.Tensor], *, in_step: bool) -> dict[str, str]:
-        """Name the parameters and note their paths; return the new paths of those that had others.
+        """Assign a path to each parameter, and return the changed paths, old to new.
 
         A parameter that is gone keeps its path, so that it finds its state when it comes back. If
         another one has that path now, it gets a free one; ``""`` if it was deleted.
         """
-        was_held = self._has_stepped
         self._has_stepped |= in_step
-        names = self._name_all()
+        self._name_all()
+        names = list(chain.from_iterable(self._names))
         self._sizes = [len(group["params"]) for group in self.groups()]
-        self._present = [stable(place("", path)) for path in self.paths]
-        if self.guard is not None:
-            self.guard.watch()
+        self._present_paths = [stable(place("", path)) for path in self.paths]
+        self.ids = set(map(id, params))
 
-        new_paths = self._follow(params) if was_held else self._follow_places(names)
+        new_paths = self._follow(params)
         kept = {new_paths.get(path, path): row for path, row in self._rows.items()}
         kept.pop("", None)
-        held = params if self._has_stepped else [None] * len(params)
-        self._rows = kept | dict(zip(self._present, map(_Row, names, held), strict=True))
+        to_hold = params if self._has_stepped else [None] * len(params)
+        self._rows = kept | dict(zip(self._present_paths, map(_Row, names, to_hold), strict=True))
         return new_paths
 
     def keep_names(self) -> None:
@@ -155,28 +165,27 @@ class Parameters:
 
     def release(self) -> None:
         """Hold no parameter any more."""
-        self._is_released = True
+        self.is_released = True
         self._read_names = dict
         self._rows = {path: row._replace(param=None) for path, row in self._rows.items()}
 
-    def _name_all(self) -> list[str | None]:
-        """Return the name of each parameter, and set the keys of all groups: names, or numbers if
-        names are not unique.
+    def _name_all(self) -> None:
+        """Set the names of the parameters, and the keys of all groups: names, or numbers if names
+        are not unique.
         """
         names_by_id = self.names
-        held = {id(row.param): row.name for row in self._rows.values() if row.param is not None}
+        held_rows = [row for row in self._rows.values() if row.param is not None]
+        held_names = {id(row.param): row.name for row in held_rows}
         known_names = {row.name for row in self._rows.values()}
-        # Before the first step a place keeps its name, for a parameter that has replaced another.
-        rows = map(self._rows.__getitem__, self._present)
-        places = [[row.name for _, row in zip(keys, rows, strict=False)] for keys in self.keys]
-
-        seen: set[int] = set()
-        all_names = []
+        names_before = self._names
+        self._names = []
         self.keys = []
+        seen: set[int] = set()
         for number, group in enumerate(self.groups()):
             params = group["params"]
+            # Before the first step a place keeps its name, for a parameter that replaces another.
             is_same = self._sizes[number : number + 1] == [len(params)]
-            by_place = places[number] if is_same and not held else []
+            by_place = names_before[number] if is_same and not held_names else []
             names = []
             for p, own, before in zip_longest(params, group.get("param_names", ()), by_place):
                 # A parameter of several optimizers belongs to the first group that has it.
@@ -186,43 +195,26 @@ class Parameters:
                 # A file may have brought other names to the group.
                 is_own = own in known_names or not (self._is_loaded and by_place)
                 name = (own if is_own else None) or names_by_id.get(id(p)) or before
-                names.append(held.get(id(p), name))
+                names.append(held_names.get(id(p), name))
 
             # Two leaves of one name would be one leaf of the tree.
             keys = [position if name is None else name for position, name in enumerate(names)]
             is_unique = len(set(keys)) == len(keys)
             self.keys.append(keys if is_unique else list(range(len(keys))))
-            all_names += names
-        return all_names
-
-    def _follow_places(self, names: list[str | None]) -> dict[str, str]:
-        """Return the new paths of the parameters before the first step, when each is known by its
-        name, or else by its place; ``""`` of those that are gone, unless a file has rows for them.
-        """
-        places = zip(names, self.paths, self._present, strict=True)
-        path_by_name = {name: path for name, (_, key), path in places if key == name}
-        new_paths: dict[str, str] = {}
-        for path, (name, _) in self._rows.items():
-            new_path = path_by_name.get(name, path)
-            if new_path == path and path not in self._present and not self._is_loaded:
-                new_path = ""
-            if new_path != path:
-                new_paths[path] = new_path
-        return new_paths
+            self._names.append(names)
 
     def _follow(self, params: list[torch.Tensor]) -> dict[str, str]:
         """Return the new paths of the parameters that are held, ``""`` of those that were deleted
-        everywhere else.
+        everywhere else, or are not held and have left their place.
         """
-        path_by_id = dict(zip(map(id, params), self._present, strict=True))
+        path_by_id = dict(zip(map(id, params), self._present_paths, strict=True))
         new_paths: dict[str, str] = {}
         gone: dict[str, ref[torch.Tensor]] = {}
         for path, (name, p) in self._rows.items():
             new_path = path_by_id.get(id(p))
             if p is None:
-                # A file had rows for a place that another parameter has now.
-                if path in self._present:
-                    new_paths[path] = self._free_path(path)
+                if path not in self._present_paths:
+                    new_paths[path] = ""
             elif new_path is None:
                 # Only for a moment: whoever else has the parameter may swap it.
                 gone[path] = ref(p)
@@ -236,16 +228,21 @@ class Parameters:
             self._rows[path] = self._rows[path]._replace(param=p)
             if p is None:
                 new_paths[path] = ""
-            elif path in self._present:
-                new_paths[path] = self._free_path(path)
+            elif path in self._present_paths:
+                new_paths[path] = self.free_path(path)
         return new_paths
 
-    def _free_path(self, path: str) -> str:
+    def free_path(self, path: str) -> str:
         """Return a path like another one that no parameter has."""
         number = 2
         while f"{path}#{number}" in self._rows:
             number += 1
         return f"{path}#{number}"
+
+
+def params_in(groups: Iterable[ParamGroup]) -> list[torch.Tensor]:
+    """Return the parameters of some groups."""
+    return [p for group in groups for p in group["params"]]
 
 
 def names_of(names: Names | None, params: list[torch.Tensor]) -> ReadNames:
@@ -263,23 +260,26 @@ def names_of(names: Names | None, params: list[torch.Tensor]) -> ReadNames:
     if names is None:
         return dict
 
-    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names
+    if isinstance(names, torch.nn.Module):
+        read: ReadNames = partial(_read_module_names, ref(names))
+    else:
+        # The pairs hold the parameters, so that no other gets the identity of one.
+        read = partial(_names_by_id, _check_pairs(names))
+    _check_names(read(), params)
+    return read
+
+
+def _check_pairs(names: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return pairs of names and parameters."""
     wanted = "a torch.nn.Module, or pairs as of model.named_parameters()"
-    iterable = isinstance(pairs, Iterable) and not isinstance(pairs, (str, torch.Tensor))
+    iterable = isinstance(names, Iterable) and not isinstance(names, (str, torch.Tensor))
     check("names", names, iterable, wanted)
-    held: list[tuple[str, torch.Tensor]] = []
+    pairs = list(names)
     for pair in pairs:
         is_pair = isinstance(pair, tuple) and len(pair) == 2
         fits = is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
         check("names", names, fits, wanted)
-        held.append(pair)
-
-    names_by_id = {id(p): name for name, p in held}
-    _check_names(names_by_id, params)
-    if isinstance(names, torch.nn.Module):
-        return partial(_names_in, ref(names))
-    # The pairs hold the parameters, so that no other gets the identity of one.
-    return lambda: {id(p): name for name, p in held}
+    return pairs
 
 
 def _check_names(names_by_id: dict[int, str], params: list[torch.Tensor]) -> None:
@@ -302,9 +302,14 @@ def _check_names(names_by_id: dict[int, str], params: list[torch.Tensor]) -> Non
         raise ValueError(msg)
 
 
-def _names_in(module: Callable[[], torch.nn.Module | None]) -> dict[int, str]:
+def _read_module_names(module: Callable[[], torch.nn.Module | None]) -> dict[int, str]:
     """Return the names of a module's parameters; none of a module that was deleted."""
     existing = module()
     if existing is None:
         return {}
-    return {id(p): name for name, p in existing.named_parameters()}
+    return _names_by_id(existing.named_parameters())
+
+
+def _names_by_id(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+    """Return the names in pairs by the identities of the parameters."""
+    return {id(p): name for name, p in pairs}

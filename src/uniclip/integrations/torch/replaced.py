@@ -17,6 +17,7 @@ from uniclip.integrations.torch.step import Steps
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.hooks import RemovableHandle
 
 _SCALING = "_step_supports_amp_scaling"
 """The attribute by which an optimizer asks a GradScaler for its scale and its flag."""
@@ -31,7 +32,7 @@ class ReplacedStep:
     def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, *, is_joint: bool) -> None:
         self._optimizer = ref(optimizer)
         self._steps = steps
-        self._removed = False
+        self._is_removed = False
         self.runs_hooks = runs_hooks(optimizer)
         """Whether the step runs hooks, one of which clips."""
 
@@ -56,15 +57,19 @@ class ReplacedStep:
         attributes["step"] = self
         self._defaults = attributes.get("defaults")
         if type(self._defaults) is CopiedDefaults:
-            # A copy that gets a rule of its own is none any more.
+            # A copy that has its own rule needs no warning.
             self._defaults = dict(self._defaults)
         if type(self._defaults) is dict:
             attributes["defaults"] = AttachedDefaults(self._defaults)
-        # A GradScaler would divide the gradients of each optimizer only before its own step, so it
-        # leaves its scale and its flag to this step, as to a fused kernel.
+        # The first step of a list clips the gradients of all, but a GradScaler checks each
+        # optimizer before its own step. So it passes its scale and its flag, as to a fused step.
         self._declared_scaling = is_joint and not hasattr(optimizer, _SCALING)
         if self._declared_scaling:
             attributes[_SCALING] = True
+        # Hooks that are there already come before this one, which clips.
+        self._hook: RemovableHandle | None = None
+        if self.runs_hooks:
+            self._hook = optimizer.register_step_pre_hook(steps.step_pre_hook)
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Clip, and take a step of the optimizer."""
@@ -74,11 +79,11 @@ class ReplacedStep:
             raise ReferenceError(msg)
 
         step = self._own or partial(type(optimizer).step, optimizer)
-        if self._removed:
+        if self._is_removed:
             return step(*args, **kwargs)
         if not self.runs_hooks:
-            step = partial(self._steps.take_without_hooks, optimizer, step)
-        return self._steps.take(optimizer, step, args, kwargs)
+            step = partial(self._steps.clip_and_step, optimizer, step)
+        return self._steps.take_step(optimizer, step, args, kwargs)
 
     @property
     def __func__(self) -> Any:
@@ -111,7 +116,9 @@ class ReplacedStep:
 
         A step that others have wrapped since then passes through.
         """
-        self._removed = True
+        self._is_removed = True
+        if self._hook is not None:
+            self._hook.remove()
         optimizer = self._optimizer()
         if optimizer is None:
             return

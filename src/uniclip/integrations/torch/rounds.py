@@ -6,11 +6,14 @@ A single optimizer has a round at each step.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from uniclip.integrations.torch.functions import get_total_norm
-from uniclip.integrations.torch.parameters import Parameters
-from uniclip.integrations.torch.snapshot import Snapshot
+from uniclip.integrations.torch.parameters import Parameters, params_in
+from uniclip.integrations.torch.snapshot import Snapshot, is_same
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Round:
@@ -18,26 +21,26 @@ class Round:
 
     def __init__(self, params: Parameters) -> None:
         self._params = params
-        self._is_joint = len(params.optimizers) > 1
         self._stepped: list[int] = []
         """The optimizers that have taken their step, or skipped it, by identity."""
-        self._clipped: dict[int, Snapshot] = {}
-        """The gradients of each optimizer, after they were clipped."""
-        self._norms: dict[int, torch.Tensor] = {}
-        """The norms of those gradients that may be changed past PyTorch's counters."""
+        self._clipped: dict[int, tuple[Snapshot, torch.Tensor | None]] = {}
+        """The gradients of each optimizer after they were clipped, with their norm if they may
+        change without a new version number: a GradScaler and collectives write past it.
+        """
 
     @property
     def is_over(self) -> bool:
         """Whether all optimizers have stepped."""
-        return not self._is_joint or len(self._stepped) == len(self._params.optimizers)
+        return not self._params.is_joint or len(self._stepped) == len(self._params.optimizers)
 
     def includes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step belongs to this round, rather than begin the next.
+        """Return whether a step belongs to this round. If not, it begins the next one.
 
         Raises
         ------
         RuntimeError
-            If only its own gradients have changed since they were clipped.
+            If its gradients have changed since they were clipped, and those of the optimizers that
+            have stepped have not.
         """
         if not self._stepped or self.is_over or id(optimizer) in self._stepped:
             return False
@@ -58,42 +61,40 @@ class Round:
         )
         raise RuntimeError(msg)
 
-    def begin(self, *, is_scaled: bool) -> None:
-        """Begin a round, with gradients that are clipped, perhaps under a GradScaler."""
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a round at the step of an optimizer, with gradients that are clipped."""
         self._stepped = []
-        if not self._is_joint:
+        self._clipped = {}
+        if not self._params.is_joint:
             return
-        for optimizer in self._params.optimizers:
-            grads = _gradients_of(optimizer)
-            self._clipped[id(optimizer)] = Snapshot(grads, reads=False)
-            # GradScaler and collectives raise no counter. The rule has one of the hooks itself.
-            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", ())
-            if is_scaled or len(hooks) > 1:
-                self._norms[id(optimizer)] = get_total_norm(grads)
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        is_scaled = hasattr(optimizer, "found_inf")
+        for one in self._params.optimizers:
+            grads = _gradients_of(one)
+            # The rule has one of the hooks itself. Others may call collectives.
+            hooks = getattr(one, "_optimizer_step_pre_hooks", ())
+            norm = get_total_norm(grads) if is_scaled or len(hooks) > 1 else None
+            self._clipped[id(one)] = Snapshot(grads, reads=False), norm
+
+    def mark_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        if self._is_joint and id(optimizer) not in self._stepped:
+        if id(optimizer) not in self._stepped:
             self._stepped.append(id(optimizer))
         if self.is_over:
             self._clipped = {}
-            self._norms = {}
 
     def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the gradients of an optimizer are others than those that were clipped."""
-        clipped = self._clipped.get(id(optimizer))
-        grads = _gradients_of(optimizer)
-        if clipped is None or clipped.has_changed(grads):
+        if id(optimizer) not in self._clipped:
             return True
-        norm = self._norms.get(id(optimizer))
-        if norm is None:
-            return False
-        # NaN that stays is no change.
-        now = get_total_norm(grads)
-        return not torch.allclose(now, norm, rtol=0.0, atol=0.0, equal_nan=True)
+        snapshot, norm = self._clipped[id(optimizer)]
+        grads = _gradients_of(optimizer)
+        if snapshot.has_changed(grads):
+            return True
+        return norm is not None and not is_same(get_total_norm(grads), norm)
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients of an optimizer that are present."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p.grad for p in params if p.grad is not None]
+    grads = [p.grad for p in params_in(optimizer.param_groups)]
+    return [grad for grad in grads if grad is not None]

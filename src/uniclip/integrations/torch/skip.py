@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Skip a step that a rule does not want.
+"""Skip a step.
 
-The rule decides, and `gradients.GradientClipping.clip` returns its decision. What happens then
-depends on how far the step is. One that has moved nothing is stopped by `SkippedStep`. In one that
-has begun, the gradients are hidden. A fused kernel that runs later on an accelerator gets a flag.
+Who decides: the rule does, or a GradScaler that has found an infinity; see
+`gradients.GradientClipping.clip`. The step is then skipped in one of three ways:
+
+1. It has moved nothing yet: `SkippedStep` stops it.
+2. It has begun: the gradients are hidden from the rest of it.
+3. The decision is on an accelerator, and all optimizers are fused: each gets a flag in its own
+   step, which its kernel reads. The host need not know, so hooks run as in other steps.
 """
 
 from __future__ import annotations
@@ -37,19 +41,22 @@ class SkippedStep(BaseException):
 class Skip:
     """What a skipped step changes in parameters and optimizers, to be restored after it."""
 
+    flag: torch.Tensor | None = None
+    """1 if the kernels have to skip the steps of this round, ``None`` if the host decides."""
+
     def __init__(self) -> None:
         self._before_closure: Snapshot | None = None
         """The parameters before the first closure of a step."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         """The parameters and their gradients."""
-        self._flagged: list[torch.optim.Optimizer] = []
-        """The optimizers with a flag that makes their fused kernels skip a step."""
+        self._flagged: torch.optim.Optimizer | None = None
+        """The optimizer whose flag has to be taken away after its step."""
 
-    def expect_closure(self, params: Sequence[torch.Tensor]) -> None:
+    def remember_params(self, params: Sequence[torch.Tensor]) -> None:
         """Note where the parameters are before a step that calls a closure."""
         self._before_closure = Snapshot(params)
 
-    def leave_closure(self, params: Sequence[torch.Tensor], loss: object, *, skip: bool) -> None:
+    def stop_or_hide(self, params: Sequence[torch.Tensor], loss: object, *, skip: bool) -> None:
         """Stop a step after its closure, if the rule skips it and nothing has moved yet; else hide
         the gradients from the rest of it.
 
@@ -67,30 +74,28 @@ class Skip:
         for p in params:
             p.grad = None
 
-    def show_grads(self) -> None:
+    def restore_grads(self) -> None:
         """Restore the hidden gradients."""
         for p, grad in self._hidden:
             p.grad = grad
         self._hidden = []
 
-    def set_flags(self, optimizers: Sequence[torch.optim.Optimizer], flag: torch.Tensor) -> None:
-        """Have fused kernels skip a step if the flag is 1; the host need not read it."""
-        for optimizer in optimizers:
-            # A GradScaler takes a flag away that it has set itself.
-            if getattr(optimizer, "found_inf", None) is None:
-                self._flagged.append(optimizer)
-            optimizer.found_inf = flag
-
-    def clear_flags(self) -> None:
-        """Take the flags away."""
-        for optimizer in self._flagged:
-            del optimizer.found_inf
-        self._flagged = []
+    def flag_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the kernel of an optimizer skip its step, if the flag of the round is 1."""
+        if self.flag is None:
+            return
+        # A GradScaler takes the attribute away itself, after the step.
+        if not hasattr(optimizer, "found_inf"):
+            self._flagged = optimizer
+        optimizer.found_inf = self.flag
 
     def end_step(self) -> None:
         """Restore what a step was not to see."""
         self._before_closure = None
-        self.show_grads()
+        self.restore_grads()
+        if self._flagged is not None:
+            del self._flagged.found_inf
+            self._flagged = None
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:

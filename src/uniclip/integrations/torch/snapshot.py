@@ -11,6 +11,9 @@ import torch
 _SAMPLE = 16
 """How many elements of a tensor are compared."""
 
+is_same = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=True)
+"""Returns whether two tensors are equal; NaN equals NaN."""
+
 
 class Snapshot:
     """Detect later changes of tensors without a copy of them all."""
@@ -18,19 +21,17 @@ class Snapshot:
     def __init__(self, tensors: Sequence[torch.Tensor], *, reads: bool = True) -> None:
         self._marks = _marks_of(tensors)
 
-        # No other tensor gets the address of one that is held, so a few of them are.
+        # Keep two tensors alive, so that no other tensor can get their addresses.
         moving = [p for p in tensors if p.requires_grad] or tensors
-        self._held = sorted(moving, key=torch.Tensor.numel)[:2]
+        self._kept_alive = sorted(moving, key=torch.Tensor.numel)[:2]
         # A write through `p.data` changes no version counter, so a few elements are compared.
-        readable = filter(_is_regular, self._held if reads else ())
+        readable = filter(_is_regular, self._kept_alive if reads else ())
         self._samples = [(p, _first_elements(p).clone()) for p in readable]
 
     def has_changed(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether these are others, or have moved; this reads values."""
         if self._marks != _marks_of(tensors):
             return True
-        # NaN that stays is no change.
-        is_same = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=True)
         return not all(is_same(_first_elements(p), sample) for p, sample in self._samples)
 
 

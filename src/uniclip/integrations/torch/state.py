@@ -7,7 +7,7 @@ Which parameters have a row in it is in `parameters`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +31,14 @@ class RuleState:
     def __init__(self, clipper: Clipper, params: Parameters, *, is_missing: bool) -> None:
         self._clipper = clipper
         self._params = params
-        self._is_missing = is_missing and clipper.rule.stateful and clipper.resume
-        """Whether the optimizer has taken steps that the rule has not."""
+        self._warns_next = False
+        """Whether the next step warns that no saved state of the rule was loaded."""
+        if is_missing:
+            self.warn_unless_loaded()
         self._load_next: Callable[[], None] | None = None
         """Loads the state that was saved, between two hooks."""
+        self._is_loaded = False
+        """Whether a state was loaded since the last step, perhaps with another optimizer."""
         self.follow_parameters()
 
     def reset(self) -> None:
@@ -49,9 +53,7 @@ class RuleState:
             return params
 
         keys = self._params.keys
-        new_paths = self._params.update(params, in_step=in_step)
-        if self._clipper.state is not None:
-            new_paths |= self._moved_names([new_paths.get(row, row) for row in self._clipper.rows])
+        new_paths = self._moved_rows(self._params.update(params, in_step=in_step))
         # At most first steps nothing is renamed, and the state is not read from its device.
         if not new_paths and keys == self._params.keys:
             return params
@@ -74,21 +76,22 @@ class RuleState:
         else:
             record.describe(self._clipper.rule, self._params.tree(params))
 
-    def expect(self) -> None:
+    def warn_unless_loaded(self) -> None:
         """Warn at the next step, unless a state is loaded by then, or none is wanted."""
-        self._is_missing = self._clipper.rule.stateful and self._clipper.resume
+        self._warns_next = self._clipper.rule.stateful and self._clipper.resume
 
     def warn_if_missing(self) -> None:
         """Warn that the rule did not get its state back, once."""
-        if not self._is_missing:
+        self._is_loaded = False
+        if not self._warns_next:
             return
-        self._is_missing = False
+        self._warns_next = False
         msg = (
             "the optimizer resumed from a checkpoint (or already took steps), but no saved state "
             f"of {summarize(self._clipper.rule)} was found, so the rule knows only the steps since "
             "then; attach the rule first, then call optimizer.load_state_dict(saved), and save "
             "with the rule attached. With torch.distributed.checkpoint, save the handle, too: "
-            '{"optimizer": ..., "clipping": handle}'
+            '{"optimizer": ..., "clipping": handle}. To begin anew, attach with resume=False'
         )
         warn(msg)
 
@@ -111,7 +114,7 @@ class RuleState:
             load()
         else:
             self.reset()
-        self._is_missing = False
+        self._warns_next = False
 
     def _prepare_load(self, saved: dict[str, Any]) -> Callable[[], None]:
         """Return a function that loads a saved state, and warns of parameters without an entry.
@@ -144,14 +147,20 @@ class RuleState:
         new_paths = self._moved_names(labels_of(saved.get("leaves")))
         return renamed(saved, new_paths) if new_paths else saved
 
+    def _moved_rows(self, new_paths: dict[str, str]) -> dict[str, str]:
+        """Return the new paths of parameters with those of rows that a file has for others."""
+        rows = self._clipper.rows
+        new_paths = new_paths | self._moved_names([row for row in rows if not new_paths.get(row)])
+        # A row that waits for its parameter gives its path to a parameter that is here.
+        taken = set(new_paths.values()).intersection(rows) - new_paths.keys()
+        return new_paths | {row: self._params.free_path(row) for row in taken}
+
     def _moved_names(self, saved_paths: list[str]) -> dict[str, str]:
-        """Return the paths that rows of a state have here, of those whose parameters are in other
-        groups than there.
-        """
-        known_paths = self._params.known
-        here = {_name_in(path): path for path in known_paths}
-        there = {_name_in(path): path for path in saved_paths}
-        counts = Counter(map(_name_in, (*known_paths, *saved_paths)))
+        """Map the saved paths of parameters that are in another group here to their paths here."""
+        known_paths = self._params.known_paths
+        here = {_without_group(path): path for path in known_paths}
+        there = {_without_group(path): path for path in saved_paths}
+        counts = Counter(map(_without_group, (*known_paths, *saved_paths)))
 
         new_paths = {}
         for name, saved_path in there.items():
@@ -164,17 +173,19 @@ class RuleState:
 
     # Hooks of an optimizer.
 
-    def add_hooks(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-        """Save and load the state with that of an optimizer, if it has such hooks; return what
-        removes them.
+    def add_hooks(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[RemovableHandle]:
+        """Save the state with that of the first optimizer, and load it with that of any; return
+        what removes the hooks.
         """
-        if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-            return []
-        return [
-            optimizer.register_state_dict_post_hook(self._after_save),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        ]
+        hooks = []
+        for number, optimizer in enumerate(optimizers):
+            if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+                continue
+            if number == 0:
+                hooks.append(optimizer.register_state_dict_post_hook(self._after_save))
+            hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_load))
+            hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load))
+        return hooks
 
     def _after_save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Add the state of the rule to that of the optimizer."""
@@ -196,10 +207,11 @@ class RuleState:
         load = self._load_next
         self._load_next = None
         if load is not None:
-            self._is_missing = False
+            self._warns_next = False
+            self._is_loaded = True
             load()
-        else:
-            self.expect()
+        elif not self._is_loaded:
+            self.warn_unless_loaded()
 
 
 def saves_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -218,6 +230,6 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _name_in(path: str) -> str:
+def _without_group(path: str) -> str:
     """Return what follows the number of the group in a path."""
     return path.partition("]")[2]

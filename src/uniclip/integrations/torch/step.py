@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What happens around a step of an attached optimizer: clip, take the step or stop it, restore.
 
-`replaced.ReplacedStep` stands in the place of ``optimizer.step``, and calls `Steps.take`.
-`Steps.before` is a step pre-hook of PyTorch, which clips. How gradients are clipped is in
+`replaced.ReplacedStep` stands in the place of ``optimizer.step``, and calls `Steps.take_step`.
+`Steps.step_pre_hook` is a hook of PyTorch, which clips. How gradients are clipped is in
 `gradients`, and how a step is skipped in `skip`.
 """
 
@@ -15,14 +15,11 @@ from typing import Any, TypeAlias
 import torch
 
 from uniclip._errors import counted, summarize
-from uniclip.integrations.torch.checks import can_skip, spans_leaves
+from uniclip.integrations.torch.checks import spans_leaves
 from uniclip.integrations.torch.gradients import ClosureLoss, GradientClipping
 from uniclip.integrations.torch.guard import Guard
-from uniclip.integrations.torch.parameters import Parameters
 from uniclip.integrations.torch.rounds import Round
 from uniclip.integrations.torch.skip import SkippedStep
-from uniclip.integrations.torch.state import RuleState
-from uniclip.rule import BaseRule
 
 Changed: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]] | None
 """The arguments that a step gets in place of its own, if any, with the optimizer first."""
@@ -40,39 +37,34 @@ def _outside(function: Callable[..., Any], *args: Any) -> Any:
 class Steps:
     """The steps of some optimizers under one rule.
 
-    Their replaced steps call `take`, and their hooks call `before`. Both have this object, which
-    therefore holds no optimizer.
+    Their replaced steps call `take_step`, and PyTorch calls `step_pre_hook`. The optimizers have
+    this object, which therefore holds none of them.
     """
 
     loss: ClosureLoss = None
     """The loss of the next step, for rules that use it."""
 
-    def __init__(
-        self, rule: BaseRule, params: Parameters, state: RuleState, clipping: GradientClipping
-    ) -> None:
-        self._rule = rule
-        self._params = params
-        self._spans_leaves = spans_leaves(rule)
-        self._can_skip = can_skip(rule) or len(params.optimizers) > 1
-        self._state = state
+    def __init__(self, clipping: GradientClipping) -> None:
         self._clipping = clipping
-        self._round = Round(params)
+        self._params = clipping.params
+        self._rule = clipping.rule
+        self._spans_leaves = spans_leaves(clipping.rule)
+        self._round = Round(clipping.params)
         self._is_skipped = False
-        """Whether the rule skips the steps of this round."""
+        """Whether the steps of this round are stopped, by the rule or by an infinity of a
+        GradScaler.
+        """
         self._uncalled: object = None
         """The closure of a step, until the step calls it."""
         self._took_fast_path = False
-        """Whether the step that runs was clipped on the fast path, which leaves nothing behind."""
-        self._has_failed = False
-        """Whether the step that runs has raised an error."""
-        self._guard = params.guard = Guard(params, rule)
-        self._is_removed = False
+        """Whether the step that runs was clipped on the fast path, which needs no cleanup."""
+        self._guard = Guard(clipping.params, clipping.rule)
 
     def __repr__(self) -> str:
         """Return the rule and the optimizers."""
-        kinds = " and ".join([type(one).__name__ for one in self._params.optimizers])
         params = counted(len(self._params.tensors()), "parameter")
-        return f"<attach: {self._rule!r}, {kinds} of {params}>"
+        removed = ", removed" if self._params.is_released else ""
+        return f"<attach: {self._rule!r}, {self._params.kinds} of {params}{removed}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         """Return this object: a copied hook is of another optimizer, and does nothing there."""
@@ -80,25 +72,23 @@ class Steps:
 
     def remove(self) -> None:
         """Watch the parameters no more, and release them."""
-        self._is_removed = True
         self._guard.remove()
         self._params.release()
-        # A step that failed may have left flags set.
+        # A step that failed may have left gradients hidden.
         self._clipping.skip.end_step()
-        self._clipping.skip.clear_flags()
 
-    def take(
+    def take_step(
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> object:
-        """Take a step, in which a hook clips; stop it if the rule skips it."""
+        """Run the optimizer's own step, whose pre-hook clips; return early if that stops it."""
         guard = self._guard
         # An optimizer may call its own step, or that of another one of the list.
         if guard.is_running:
-            self._round.add(optimizer)
+            self._round.mark_stepped(optimizer)
             return step(*args, **kwargs)
 
         guard.is_running = True
@@ -106,13 +96,15 @@ class Steps:
             result = step(*args, **kwargs)
             if not guard.is_open or self._uncalled is not None:
                 self._raise_unclipped(optimizer)
+            if self._params.is_joint:
+                self._round.mark_stepped(optimizer)
         except SkippedStep as skipped:
+            self._round.mark_stepped(optimizer)
             # A scheduler would warn that no step came before its own.
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
                 optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
             return skipped.loss
         except Exception:
-            self._has_failed = True
             self._clipping.drop_scale(optimizer)
             raise
         else:
@@ -123,9 +115,9 @@ class Steps:
             if self._took_fast_path:
                 self._took_fast_path = False
             else:
-                self._end(optimizer)
+                self._clean_up()
 
-    def take_without_hooks(
+    def clip_and_step(
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[..., object],
@@ -133,80 +125,77 @@ class Steps:
         **kwargs: Any,
     ) -> object:
         """Clip, and take a step that runs no hooks."""
-        changed = self.before(optimizer, (optimizer, *args), kwargs)
+        changed = self.step_pre_hook(optimizer, (optimizer, *args), kwargs)
         if changed is None:
             return step(*args, **kwargs)
         (_, *new_args), new_kwargs = changed
         return step(*new_args, **new_kwargs)
 
-    def before(
+    def step_pre_hook(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Changed:
         """Clip before a step; also the gradients of a closure, each time the step calls it."""
         # A compiled step would not see what is set for it.
         if torch.compiler.is_dynamo_compiling():
-            changed: Changed = _outside(self.before, optimizer, args, kwargs)
-            return changed
+            of_eager_code: Changed = _outside(self.step_pre_hook, optimizer, args, kwargs)
+            return of_eager_code
 
         # A class that calls super().step() runs its hooks once more, and a copy runs them, too.
         guard = self._guard
         if guard.is_open or not guard.is_running:
             return None
 
+        changed = None
         is_plain = len(args) == 1 and not kwargs and self.loss is None
         # During backward gradients may be missing.
         if is_plain and _backward_number() == -1 and self._clipping.clip_on_fast_path(optimizer):
             self._took_fast_path = True
-            guard.open()
-            return None
-        return self._before_generally(optimizer, args, kwargs)
+        else:
+            changed = self._clip_generally(optimizer, args, kwargs)
 
-    def _before_generally(
+        # The gradients are clipped, or will be in the closure.
+        guard.open()
+        if self._is_skipped:
+            raise SkippedStep(None)
+        return changed
+
+    def _clip_generally(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Changed:
         """Clip before a step that does not take the fast path."""
         # An optimizer may have arguments of its own before the closure.
         closure = next(filter(callable, [kwargs.get("closure"), *args[1:]]), None)
-
-        # The steps of a round are clipped, or skipped, with its first.
+        # The first step of a round has clipped these gradients, or found that all are skipped.
         if closure is None and self._round.includes(optimizer):
-            self._clipping.take_from_scaler(optimizer)
-            self._guard.open()
-            self._stop_if_skipped()
+            self._clipping.continue_round(optimizer)
             return None
 
+        self._is_skipped = False
         # A dummy step has no gradients to clip, and is not a step of the rule.
         if kwargs == {"closure": None} and self._clipping.only_makes_state():
-            self._guard.open()
             return None
-        self._check(optimizer, kwargs)
+        self._raise_if_in_backward(optimizer)
+        self._raise_if_it_unscales(optimizer, kwargs)
 
         # A loss that outlived a failed step would be used for another one.
         loss = self.loss
         self.loss = None
-        self._is_skipped = False
-        self._clipping.skip.clear_flags()
+        if closure is None:
+            self._clip(optimizer, loss)
+            return None
 
         # The gradients of a closure do not exist yet.
-        if closure is not None:
-            self._guard.open()
-            self._uncalled = closure
-            if self._can_skip:
-                self._clipping.skip.expect_closure(self._params.tensors())
-            clipped = partial(self._run_closure, optimizer, closure, loss)
-            new_args = tuple([clipped if one is closure else one for one in args])
-            return new_args, {key: clipped if v is closure else v for key, v in kwargs.items()}
+        self._uncalled = closure
+        if self._clipping.can_skip:
+            self._clipping.skip.remember_params(self._params.tensors())
+        clipped = partial(self._run_closure, optimizer, closure, loss)
+        new_args = tuple([clipped if one is closure else one for one in args])
+        return new_args, {key: clipped if v is closure else v for key, v in kwargs.items()}
 
+    def _clip(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> None:
+        """Clip the gradients of all optimizers, and begin a round."""
         self._is_skipped = self._clipping.clip(optimizer, loss)
-        self._round.begin(is_scaled=hasattr(optimizer, "found_inf"))
-        self._guard.open()
-        self._stop_if_skipped()
-        return None
-
-    def _stop_if_skipped(self) -> None:
-        """Stop a step that has moved nothing yet, if the rule skips it."""
-        if self._is_skipped:
-            raise SkippedStep(None)
+        self._round.begin(optimizer)
 
     def _run_closure(
         self,
@@ -220,43 +209,37 @@ class Steps:
             return closure()
 
         # An optimizer may run it again after a skip.
-        self._clipping.skip.show_grads()
+        self._clipping.skip.restore_grads()
         self._uncalled = None
-
         # It is code of the user's, which may step other optimizers.
         self._guard.close()
         closure_loss = closure()
         self._guard.open()
-        used_loss = loss if closure_loss is None else closure_loss
-        self._is_skipped = self._clipping.clip(optimizer, used_loss)
-        self._round.begin(is_scaled=hasattr(optimizer, "found_inf"))
-        self._clipping.skip.leave_closure(
+
+        self._clip(optimizer, loss if closure_loss is None else closure_loss)
+        self._clipping.skip.stop_or_hide(
             self._params.tensors(), closure_loss, skip=self._is_skipped
         )
         return closure_loss
 
-    def _end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave nothing behind of a step, also of one that failed."""
+    def _clean_up(self) -> None:
+        """Clean up after a step, also after one that failed."""
         if torch.compiler.is_dynamo_compiling():
-            _outside(self._end, optimizer)
+            _outside(self._clean_up)
             return
 
         self._uncalled = None
         self.loss = None
         self._clipping.skip.end_step()
-        if not self._has_failed:
-            self._round.add(optimizer)
-        self._has_failed = False
         if self._round.is_over:
-            self._clipping.skip.clear_flags()
+            self._is_skipped = False
 
-    def _check(self, optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> None:
-        """Raise if a step cannot be clipped, and warn if the rule did not get its state back."""
-        self._raise_if_in_backward(optimizer)
-        # The rule's state may be loaded after the optimizer's, so the warning waits for a step.
-        self._state.warn_if_missing()
-
-        # GradScaler passes itself to optimizers that divide the gradients in their step.
+    def _raise_if_it_unscales(
+        self, optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]
+    ) -> None:
+        """Raise for an optimizer that divides the gradients in its step, to which GradScaler passes
+        itself.
+        """
         if "grad_scaler" in kwargs:
             msg = (
                 f"{type(optimizer).__name__} unscales inside its step; clip manually after "
@@ -282,7 +265,7 @@ class Steps:
         """Raise for a step that was taken without its hook, or without its closure: the gradients
         that it used were not clipped. Not if it removed the rule.
         """
-        if self._is_removed:
+        if self._params.is_released:
             return
         kind = type(optimizer).__qualname__
         msg = (
