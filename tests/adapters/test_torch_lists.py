@@ -17,6 +17,7 @@ import uniclip as uc
 from adapters.contract import variants
 from adapters.on_torch import Combined, five, params_of
 from adapters.test_torch_several import Joint, JointFused
+from kit.devices import patched, refuse
 from kit.training import Batch
 from uniclip.integrations.torch import attach
 
@@ -154,6 +155,79 @@ def test_a_skipped_round() -> None:
     for optimizer in opts:
         optimizer.step()
     assert all(optimizer.state for optimizer in opts)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_list_is_skipped_unread(*, scaled: bool) -> None:
+    """On an accelerator each fused kernel of a list skips its own step, and the host reads nothing,
+    also with a GradScaler, which sets and deletes the flags of its own.
+    """
+    rule = uc.by_global_norm(1.0, skip_above=100.0, nonfinite="skip")
+    there = {
+        "is_cpu": property(lambda tensor: False),
+        **dict.fromkeys(("__bool__", "item", "tolist"), refuse),
+    }
+    sides = [pair(partial(AdamW, lr=0.1, fused=True)) for _ in range(2)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in sides]
+    attach(sides[0][2], rule)
+    for size in (1.0, 50.0, 2.0, math.nan, 1.0):
+        for (one, other, opts), scaler in zip(sides, scalers, strict=True):
+            scaler.scale(torch.zeros(()))
+            one.grad, other.grad = size * ONE * 4, OTHER * 4
+            for optimizer in opts:
+                scaler.unscale_(optimizer)
+
+        one, other, opts = sides[1]
+        if not uc.clip_([one.grad, other.grad], rule).skipped:
+            for optimizer in opts:
+                optimizer.step()
+        with patched(torch.Tensor, **there):
+            for optimizer in sides[0][2]:
+                (partial(scalers[0].step, optimizer) if scaled else optimizer.step)()
+        for scaler in scalers:
+            scaler.update(4.0)
+        for found, wanted in zip(sides[0][:2], sides[1][:2], strict=True):
+            torch.testing.assert_close(found, wanted)
+    counts = [[float(opt.state[p]["step"]) for opt in s[2] for p in opt.state] for s in sides]
+    assert counts == [[3, 3], [3, 3]]
+    assert not any(hasattr(optimizer, "found_inf") for optimizer in sides[0][2])
+
+
+def test_a_round_after_one_that_was_left() -> None:
+    """What is noted of a round that was not finished says nothing of the next one."""
+    one, other, opts = pair()
+    hooks = [optimizer.register_step_pre_hook(lambda *_: None) for optimizer in opts]
+    handle = attach(opts, uc.by_global_norm(2.0))
+    opts[0].step()
+    for hook in hooks:
+        hook.remove()
+    one.grad, other.grad = 2 * ONE, 2 * OTHER
+    for optimizer in opts:
+        optimizer.step()
+    assert handle.report.norms.item() == pytest.approx(26)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        uc.chain(uc.by_global_norm(1.0, nonfinite="raise"), uc.by_value(-1.0, 1.0)),
+        uc.masked(uc.by_global_norm(1.0, nonfinite="raise"), lambda path, leaf: True),
+        uc.by_global_norm(1.0, nonfinite="raise"),
+    ],
+    ids=["chain", "masked", "rule"],
+)
+def test_an_overflow_on_an_accelerator(rule: Any) -> None:
+    """An overflow that a GradScaler has found raises nothing, wherever the policy stands."""
+    w = five()
+    optimizer = Adam([("w", w)], lr=1.0, fused=True)
+    attach(optimizer, rule)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    w.grad = torch.tensor([math.inf, 1.0])
+    scaler.unscale_(optimizer)
+    with patched(torch.Tensor, is_cpu=property(lambda tensor: False)):
+        scaler.step(optimizer)
+    assert not w.any()
 
 
 def test_a_round_that_was_left() -> None:
