@@ -81,8 +81,8 @@ class Clipper:
     record : uniclip.insight.Recorder, optional
         Records each step.
     resume : bool, default True
-        ``False`` begins anew: `load_state_dict` ignores the state that it gets, such as that of
-        another rule. For the first run with a new rule that resumes from an old checkpoint.
+        ``False`` ignores the state of a rule in a checkpoint, so the rule starts with empty state.
+        Use it for the first run with another rule than the one that wrote the checkpoint.
 
     Attributes
     ----------

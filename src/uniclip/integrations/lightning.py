@@ -62,8 +62,8 @@ class ClipGradients(Callback):
         batches. With a loss scale (``"16-mixed"``), it records no loss. A fit resumed from a
         checkpoint continues the file.
     resume : bool, default True
-        ``False`` begins anew: the state of a rule in a checkpoint is ignored, such as that of
-        another rule. For the first run with a new rule that resumes from an old checkpoint.
+        ``False`` ignores the state of a rule in a checkpoint, so the rule starts with empty state.
+        Use it for the first run with another rule than the one that wrote the checkpoint.
 
     Attributes
     ----------

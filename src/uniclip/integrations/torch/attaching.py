@@ -73,8 +73,8 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
         paths. A module is asked again when parameters were replaced, as by FSDP2; parameters that
         have no name have numbers.
     resume : bool, default True
-        ``False`` begins anew: a state of the rule that is loaded is ignored, such as that of
-        another rule. For the first run with a new rule that resumes from an old checkpoint.
+        ``False`` ignores the state of a rule in a checkpoint, so the rule starts with empty state.
+        Use it for the first run with another rule than the one that wrote the checkpoint.
 
     Returns
     -------
@@ -95,11 +95,15 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
         processes have different rules, or leaves that are neither shards of the same leaves nor
         distinct.
     RuntimeError
-        At a step whose gradients are not clipped: a closure that the optimizer does not call, a
-        step during backward under a norm that spans several leaves, or a step of any
-        ``torch.optim.Optimizer`` that moves the same parameters outside of the attached step, or
-        others inside of it. Of a list, if the gradients of one that has yet to step are others than
-        those that were clipped.
+        At a step whose gradients would not be clipped, or not rightly:
+
+        - it is during backward, and a norm of the rule spans several leaves;
+        - another ``torch.optim.Optimizer`` moves the same parameters outside of the attached step,
+          or others inside of it that are not in ``param_groups``;
+        - two optimizers with rules for the same parameters step inside of each other;
+        - of a list, the gradients of one that has yet to step have changed, or a ``GradScaler``
+          has not divided them;
+        - after the step: it did not call its closure, or ran no step pre-hooks.
 
     Warns
     -----
@@ -126,10 +130,11 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
     A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve
     `uniclip.curves.reject`, is not taken: parameters, moments and step counts stay as they are, and
     later hooks do not run. On an accelerator this reads one boolean to the host, except in the
-    fused Adam, AdamW and Adagrad. An optimizer that moves the parameters before it calls its
-    closure goes on without gradients.
+    fused Adam, AdamW and Adagrad, which skip in their kernels. An optimizer that moves the
+    parameters before it calls its closure goes on without gradients.
 
-    With several optimizers the state of a stateful rule is in the ``state_dict`` of the first.
+    With several optimizers the state of a stateful rule is in the ``state_dict`` of the first, and
+    is loaded with whichever has it.
 
     The handle can be dropped. It keeps the optimizer alive, but not the other way around.
 
