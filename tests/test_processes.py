@@ -69,6 +69,18 @@ def test_in_two(pool: Pool, check: str) -> None:
     pool.run(check, ranks=2)
 
 
+@pytest.mark.parametrize("rule", ["label", "state"])
+def test_attached_before_sharding(pool: Pool, rule: str) -> None:
+    """Names stay with parameters that FSDP2 replaces, and the model can be converted."""
+    pool.run("attached_before_sharding", ranks=2, name=rule)
+
+
+@pytest.mark.parametrize("rule", ["constant", "skip"])
+def test_averaged_in_a_hook(pool: Pool, rule: str) -> None:
+    """A hook that averages gradients comes before the rule, and no process waits."""
+    pool.run("averaged_in_a_hook", ranks=2, name=rule)
+
+
 @pytest.mark.parametrize("case", COUNTED)
 def test_collectives(pool: Pool, case: str) -> None:
     """A step sends once for each mesh dimension and group; the first step of a group, once more."""

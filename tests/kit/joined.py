@@ -323,6 +323,77 @@ def derived_of_addends() -> None:
     same(own.grad, one.grad)
 
 
+# Attached optimizers that a library changes.
+
+
+def attached_before_sharding(name: str) -> None:
+    """Check that names survive FSDP2 after `attach`, as in ``accelerator.prepare``, and that the
+    model can be converted while the rule is attached, and after it.
+    """
+    rule = {"label": uc.by_group_norm(LAYER_LIMITS, layer), "state": uc.adagc(warmup=1)}[name]
+    nets = [Net() for _ in range(2)]
+    handles = []
+    for net in nets:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        handles.append(attach(optimizer, rule, names=net))
+        if net is nets[1]:
+            names = {id(p): key for key, p in net.named_parameters()}
+            kept = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
+            fully_sharded(net, init_device_mesh("cpu", (2,)))
+            params = dict(net.named_parameters())
+            optimizer.param_groups[0]["params"] = [params[key] for key in kept]
+        for step in range(3):
+            optimizer.zero_grad()
+            shares = range(2) if net is nets[0] else [rank()]
+            loss_of(net, step, shares).backward()
+            optimizer.step()
+            if step == 1:
+                net.float()
+                net.cpu()
+    same(whole(nets[1].parameters()), list(nets[0].parameters()))
+    one, other = (handle.numbers() for handle in handles)
+    assert one.get("leaves") == other.get("leaves")
+    for net, handle in zip(nets, handles, strict=True):
+        handle.remove()
+        net.double()
+        assert all(p.dtype is torch.float64 for p in net.parameters())
+
+
+LAYER_LIMITS = {"embed": 0.5, "rest": 0.1}
+
+
+def layer(path: Any, leaf: Any) -> str:
+    """Return a label by the name of a parameter."""
+    return "embed" if path[1].startswith("embed") else "rest"
+
+
+def averaged_in_a_hook(name: str) -> None:
+    """Check that a hook that averages gradients over the processes comes before the rule, also
+    under a rule that skips, so that all have one norm.
+    """
+    rule = {"constant": uc.by_global_norm(1.0), "skip": uc.by_global_norm(1.0, nonfinite="skip")}
+    w = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+
+    def average(*_: object) -> None:
+        distributed.all_reduce(w.grad)
+        w.grad.div_(distributed.get_world_size())
+
+    optimizer.register_step_pre_hook(average)
+    handle = attach(optimizer, rule[name])
+    for bad in (None, 1, None):
+        w.grad = torch.tensor([6.0 * rank(), 8.0 * rank()])
+        if rank() == bad:
+            w.grad[0] = math.nan
+        optimizer.step()
+        if bad is None:
+            same(handle.report.norms, torch.tensor(5.0))
+        else:
+            assert bool(handle.report.skipped) == (name == "skip")
+            w.data.nan_to_num_()
+    alike({"w": w.tolist()}, "the parameter")
+
+
 # Drop-ins.
 
 
