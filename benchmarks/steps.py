@@ -100,35 +100,34 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
         yield {"clipped": clipped, **interleave(calls, make_gradients, rounds)}
 
 
+class NoStep:
+    """An object with parameters, whose step does nothing."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.param_groups = [{"params": params}]
+
+    def step(self) -> None:
+        """Change nothing."""
+
+
 def clips(params: list[Any], limit: float) -> dict[str, Call]:
-    """Return steps that only clip gradients: the step of their optimizer does nothing."""
+    """Return the functions that only clip gradients."""
     import torch
 
     from uniclip.integrations.torch import attach, clip_grad_norm_
 
-    class NoStep(torch.optim.Optimizer):
-        """An optimizer whose step does nothing."""
-
-        def step(self, closure: object = None) -> None:
-            """Change nothing."""
-
-    # The guard of an attached optimizer would see the steps of others with its parameters.
-    attached = NoStep(params, {})
-    plain = NoStep([torch.nn.Parameter(torch.zeros(1))], {})
+    attached = NoStep(params)
     attach(attached, uc.by_global_norm(limit))
 
-    def clip_and_step(clip: Callable[..., Any]) -> None:
-        clip(params, limit)
-        plain.step()
-
-    # The step alone would not keep the optimizer.
-    def attached_step() -> None:
+    # The step alone would not keep the object.
+    def step() -> None:
         attached.step()
 
+    native = partial(torch.nn.utils.clip_grad_norm_, params, limit)
     return {
-        NATIVE: partial(clip_and_step, torch.nn.utils.clip_grad_norm_),
-        "clip_grad_norm_": partial(clip_and_step, clip_grad_norm_),
-        "attach": attached_step,
+        NATIVE: native,
+        "clip_grad_norm_": partial(clip_grad_norm_, params, limit),
+        "attach": step,
     }
 
 
