@@ -51,6 +51,8 @@ NEEDS = {
     "test_triton.py": {"triton"},
     "test_sharding.py": {"jax", "optax"},
     "adapters/test_torch.py": {"torch"},
+    "adapters/test_torch_contract.py": {"torch"},
+    "adapters/test_torch_lists.py": {"torch"},
     "adapters/test_torch_several.py": {"torch"},
     "adapters/test_tensorflow1.py": {"tensorflow"},
     "adapters/test_optax.py": {"optax"},

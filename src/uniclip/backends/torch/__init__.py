@@ -497,6 +497,8 @@ class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
     fast_path = staticmethod(fast_path)
+    # No Python code runs for each array.
+    detach = staticmethod(torch.Tensor.detach)
     fast_path_reads = staticmethod(attrgetter("is_cpu"))  # type: ignore[assignment]
     bound = staticmethod(bound)
 
@@ -823,9 +825,6 @@ class _Torch(dtensor.Distributed):
         if torch.compiler.is_compiling() and not in_transform():
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
-
-    def detach(self, array: Array) -> Array:
-        return array.detach()
 
     def computation_context(self, first: Array | None = None) -> AbstractContextManager[object]:
         default_device = default_device_of(first)
