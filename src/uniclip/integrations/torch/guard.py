@@ -205,7 +205,8 @@ def _unclipped_ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _watches(ids: set[int]) -> list[Guard]:
     """Return the guards of some parameters."""
-    return [guard for guard in _guards.values() if not guard.ids.isdisjoint(ids)]
+    # Other threads may attach meanwhile.
+    return [guard for guard in list(_guards.values()) if not guard.ids.isdisjoint(ids)]
 
 
 def _check_unclipped(optimizer: torch.optim.Optimizer) -> None:
