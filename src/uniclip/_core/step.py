@@ -192,11 +192,7 @@ def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree
 def _detach(params: OpenedTree) -> OpenedTree:
     """Return parameters detached, since a limit is a constant of the step."""
     detach = params.backend.detach
-    arrays = params.arrays
-    # In PyTorch no Python code runs for each array.
-    if len(params.leaf_info.present) == len(arrays):
-        return params._replace(arrays=list(map(detach, arrays)))
-    return params._replace(arrays=[x if x is None else detach(x) for x in arrays])
+    return params._replace(arrays=[x if x is None else detach(x) for x in params.arrays])
 
 
 def _first_leaf(tree: OpenedTree) -> Any:
