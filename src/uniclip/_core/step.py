@@ -192,7 +192,11 @@ def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree
 def _detach(params: OpenedTree) -> OpenedTree:
     """Return parameters detached, since a limit is a constant of the step."""
     detach = params.backend.detach
-    return params._replace(arrays=[x if x is None else detach(x) for x in params.arrays])
+    arrays = params.arrays
+    # In PyTorch no Python code runs for each array, unless a gradient is absent.
+    if type(None) not in map(type, arrays):
+        return params._replace(arrays=list(map(detach, arrays)))
+    return params._replace(arrays=[x if x is None else detach(x) for x in arrays])
 
 
 def _first_leaf(tree: OpenedTree) -> Any:
