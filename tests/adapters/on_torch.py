@@ -136,10 +136,14 @@ class Scaled(Attached):
         self.scaler.scale(loss).backward()
         if self.handle is not None:
             self.handle.loss = loss.detach()
+        self.take_step(batch)
+        self.scaler.update()
+
+    def take_step(self, batch: Batch) -> None:
+        """Unscale or not, and take a step."""
         if batch.ids[0] % 2:
             self.scaler.unscale_(self.inside)
         self.scaler.step(self.inside)
-        self.scaler.update()
 
 
 class Compiled(Attached):

@@ -6,7 +6,6 @@ import gc
 import math
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import uniclip as uc
 from adapters.contract import variants
-from adapters.on_torch import Combined, five, params_of
+from adapters.on_torch import Combined, Scaled, five, params_of
 from adapters.test_torch_several import Joint, JointFused
 from kit.devices import patched, refuse
 from kit.training import Batch
@@ -63,28 +62,17 @@ class ListedFused(Listed):
     single = JointFused.single
 
 
-class ListedScaled(Listed):
+class ListedScaled(Scaled, Listed):
     """A list under a loss scale, which divides the gradients of all before the first step."""
 
     takes = Listed.takes - {"micro", "record", "bits"} | {"scale"}
 
-    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
-        """Start with a scale of 1024."""
-        super().start(uc, rule, **options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        self.inside.zero_grad()
-        loss = self.loss(batch)
-        self.scaler.scale(loss).backward()
-        if self.handle is not None:
-            self.handle.loss = loss.detach()
+    def take_step(self, batch: Batch) -> None:
+        """Unscale all, and step one after the other."""
         for optimizer in self.inside.optimizers:
             self.scaler.unscale_(optimizer)
         for optimizer in self.inside.optimizers:
             self.scaler.step(optimizer)
-        self.scaler.update()
 
 
 VARIANTS: dict[type[Listed], tuple[str, ...] | None] = {
