@@ -21,6 +21,11 @@ Row = dict[str, Any]
 
 def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
     """Return the row of calls in a random order, each after an untimed ``prepare()``."""
+    return row(in_turn(calls, prepare, rounds))
+
+
+def in_turn(calls: dict[str, Call], prepare: Call, rounds: int) -> dict[str, list[float]]:
+    """Return the median seconds of each call in each round; see `interleave`."""
     order, shuffle = list(calls), random.Random(0).shuffle  # noqa: S311 - no secret
     medians: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -35,7 +40,7 @@ def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
         for name, seconds in spent.items():
             medians[name].append(float(np.median(seconds)))
     # The first round compiles.
-    return row({name: seconds[1:] for name, seconds in medians.items()})
+    return {name: seconds[1:] for name, seconds in medians.items()}
 
 
 def row(seconds: dict[str, list[float]]) -> Row:

@@ -20,7 +20,15 @@ import rule_tables  # noqa: E402 - needs the path above
 
 from kit import contract  # noqa: E402 - needs the path above
 
-DATA = ("compared-pages", "choosing", "speed-step", "speed-growth", "speed-gpu", "launches")
+DATA = (
+    "compared-pages",
+    "choosing",
+    "speed-step",
+    "speed-rules",
+    "speed-growth",
+    "speed-gpu",
+    "launches",
+)
 """The files with results that the pages show."""
 
 

@@ -19,6 +19,7 @@ STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 def parts(
     step: dict[str, Any],
+    rules: dict[str, Any],
     growth: dict[str, Any],
     gpu: dict[str, Any],
     launches: dict[str, list[int]],
@@ -36,6 +37,9 @@ def parts(
             on_both(torch, trees, gpu["rows"]),
         ),
         "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
+        "rules": table(
+            ["a step of SGD", *[row["what"] for row in rules["rows"]]], costs(rules["rows"])
+        ),
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
         "growth": table(
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
@@ -80,6 +84,12 @@ def quartiles(rows: list[Row]) -> Iterator[list[str]]:
     for row in rows:
         title = f"{row['what']}, {'' if row['clipped'] else 'not '}clipped"
         yield [title, duration(row["us"]["native"]), *[spread(row["times"][way]) for way in WAYS]]
+
+
+def costs(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the time of a step by each rule over that of the constant limit, with quartiles."""
+    for rule in rows[0]["cost"]:
+        yield [f"`{rule}`", *[with_quartiles(row["cost"][rule]) for row in rows]]
 
 
 def training(rows: list[Row]) -> Iterator[list[str]]:
@@ -199,8 +209,13 @@ def number(ratio: float) -> str:
 
 def spread(ratios: list[float]) -> str:
     """Return a median and its quartiles, bold if uniclip is slower."""
+    return bold_if_slower(with_quartiles(ratios), float(number(ratios[1])))
+
+
+def with_quartiles(ratios: list[float]) -> str:
+    """Return a median and its quartiles."""
     low, middle, high = map(number, ratios)
-    return bold_if_slower(f"{middle} ({low}-{high})", float(middle))
+    return f"{middle} ({low}-{high})"
 
 
 def bold_if_slower(text: str, ratio: float) -> str:

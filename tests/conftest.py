@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kit.frameworks import COMPILED, EAGER, Framework, put_on
+from kit.spine import without_spine
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -63,6 +64,8 @@ NEEDS = {
 }
 """The libraries that a file imports; it is collected only in a run with all of them."""
 
+BOTH_WAYS = {"test_contract.py", "test_rules.py"}
+"""The files whose eager tests run with the spine and without it; test_fuzz.py says itself how."""
 ONE_GRAPH = (2, 11)
 """The lowest version of PyTorch that compiles rules in one graph."""
 BETWEEN_GRAPHS = "PyTorch that compiles rules between graphs"
@@ -166,13 +169,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     )
     unasked = name in {
         "test_against_old.py",
-        "test_fast_path_against_old.py",
+        "test_spine_against_old.py",
     } and not config.getoption("--old")
     return True if unasked or NEEDS.get(name, set()) - chosen(config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests by the run's frameworks: eager (``framework``), compiled (``compiler``)."""
+    """Parametrize tests by the run's frameworks: eager (``framework``), compiled (``compiler``).
+
+    Those of `BOTH_WAYS` run with the spine and without it.
+    """
+    if metafunc.definition.path.name in BOTH_WAYS and "compiler" not in metafunc.fixturenames:
+        metafunc.parametrize("_spine", [True, False], ids=["spine", "general"], indirect=True)
     for fixture, ways in (("framework", EAGER), ("compiler", COMPILED)):
         if fixture in metafunc.fixturenames:
             only = metafunc.definition.get_closest_marker("only")
@@ -265,6 +273,13 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"left out: {config.stash[COVERED]} tests, which --frameworks {others} runs"
         )
+
+
+@pytest.fixture(autouse=True)
+def _spine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Turn the spine off for the tests that ask for it."""
+    with nullcontext() if getattr(request, "param", True) else without_spine():
+        yield
 
 
 @pytest.fixture

@@ -961,7 +961,7 @@ def test_the_features_of_libraries(feature: str) -> None:
 
 def test_speed() -> None:
     """The README has the measured ratios of the page, and lists where uniclip is slower."""
-    names = ("speed-step", "speed-growth", "speed-gpu", "launches")
+    names = ("speed-step", "speed-rules", "speed-growth", "speed-gpu", "launches")
     measured = [data(name) for name in names]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = readme[readme.index("- **Fast.**") : readme.index("- **Small")]

@@ -14,7 +14,8 @@ from typing import Any
 from uniclip._core.apply import LIMIT_FOR_EACH_LAYER, sum_examples
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.measure import StepInputs
-from uniclip._core.step import run_general_step, run_step
+from uniclip._core.spine import run_step
+from uniclip._core.step import run_general_step
 from uniclip._core.tree import open_tree
 from uniclip._errors import LIMIT, nonnegatives, real, summarize
 from uniclip._types import Number, Step, T, Tree
@@ -189,7 +190,7 @@ def clip_and_sum(
     update = "clipped, state, report = rule.update(grads, state), and sum the clipped gradients"
     _check_stateless(rule, update)
 
-    # The fast path knows no examples.
+    # The spine knows no examples.
     step = Step(params, all_reduce, shared=shared)
     inputs = StepInputs(rule, [open_tree(grads)], step, _NO_STATE, rule.constant)
     result = run_general_step(inputs, apply=sum_examples)

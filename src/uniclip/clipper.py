@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
-from uniclip._core.tree import Flat, flatten, place
+from uniclip._core.spine import Decision, run_spine
+from uniclip._core.tree import Flat, flatten, flatten_known, place
 from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T, Tree
 from uniclip._warnings import warn
 from uniclip.backends import outlives, to_lists, to_remember
-from uniclip.compose import AnyRule, as_rule
+from uniclip.compose import AnyRule, Chain, as_rule
 from uniclip.report import (
     AVERAGED,
     MANY_SKIPPED,
@@ -31,7 +32,7 @@ from uniclip.report import (
     Report,
     read_arrays,
 )
-from uniclip.rule import BaseRule, take_step
+from uniclip.rule import BaseRule, Rule, take_step
 from uniclip.saved import (
     Leaves,
     Saved,
@@ -50,6 +51,8 @@ from uniclip.saved import (
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
+_ON_SPINE = {Rule, Chain}
+"""The classes of rules that the spine runs; their subclasses may override `update`."""
 MAX_PENDING_REPORTS = 200
 """The number of reports that wait to be averaged; so many small arrays are kept at most."""
 
@@ -381,6 +384,18 @@ class Clipper:
 
     def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
         """Take a step, and hold its state and its report."""
+        # A user's class need not derive from `BaseRule`.
+        if getattr(self.rule, "on_spine", False):
+            # `flatten_known` treats an iterator as a leaf, so the general path can still read it.
+            known_leaves, known_spec = flatten_known(grads)
+            taken = self.step_on_spine(known_leaves, step)
+            if taken is not None:
+                clipped_leaves, _, report = taken
+                return known_spec.unflatten(clipped_leaves), report
+        return self._step_generally(grads, step)
+
+    def _step_generally(self, grads: Any, step: Step) -> tuple[Any, Report]:
+        """Take a step of any kind."""
         last = self._last
         rule = self.rule
         state = last.state
@@ -413,7 +428,10 @@ class Clipper:
             new_state = to_remember(new_state, state)
         # A single assignment publishes the step, so that other threads see all of it or nothing.
         self._last = _Last(new_state, report, leaves, spec, kept=last.kept)
-        self._see(report, step.loss, norms)
+        if self.record is not None:
+            loss = step.loss.own if isinstance(step.loss, Loss) else step.loss
+            self.record(report, loss=loss, leaves=norms)
+        self._see(report, skipped=report.was_skipped())
         return clipped, report
 
     def _check_leaves(self, grads: Flat, step: Step) -> tuple[Leaves, Any]:
@@ -440,24 +458,44 @@ class Clipper:
 
         return leaves, flat.spec
 
-    def hold_report(self, report: Report | None) -> None:
-        """Keep the report of a step that an integration clipped itself, by a stateless rule;
-        ``None`` for a step in which nothing was clipped.
-        """
-        # Not `_replace`, which takes a microsecond of each step.
-        self._last = _Last(self._last.state, report, *self._last[2:])
-        if self._window is not None and report is not None:
-            self._window.add(report)
+    def forget_report(self) -> None:
+        """Drop the report of the step before, since nothing was clipped in this one."""
+        self._last = self._last._replace(report=None)
 
-    def _see(self, report: Report, loss: Any, norms: Any) -> None:
-        """Keep what is seen of a step: for a recorder, and for `logs`."""
-        if self.record is not None:
-            self.record(report, loss=loss.own if isinstance(loss, Loss) else loss, leaves=norms)
+    def step_on_spine(
+        self, leaves: list[Any], step: Step
+    ) -> tuple[list[Any], Decision, Report] | None:
+        """Take a step on the spine, and hold its state and its report.
+
+        ``None``, with nothing changed, if the step does not take it.
+        """
+        rule = self.rule
+        last = self._last
+        # A user's class may override `update`, a recorder wants the norms of all leaves, and the
+        # first step makes the state.
+        if type(rule) not in _ON_SPINE or self.record is not None or last.state is None:
+            return None
+        taken = run_spine(rule, leaves, last.state, step)
+        if taken is None:
+            return None
+
+        clipped, decision = taken
+        report = decision.report()
+        state = decision.state
+        if rule.stateful and type(decision.norm) is not float:
+            state = to_remember(state, last.state)
+        # Not `_replace`, which takes a microsecond of each step.
+        self._last = _Last(state, report, last.leaves, last.spec, loaded=None, kept=last.kept)
+        self._see(report, skipped=decision.skipped is True)
+        return clipped, decision, report
+
+    def _see(self, report: Report, *, skipped: bool) -> None:
+        """Keep what is seen of a step for `logs`, and warn of a run that does not train."""
         if self._window is not None:
             self._window.add(report)
         # The warning appears once: it sets the count to ``None``, which ends the counting.
         if self._skipped is not None:
-            self._skipped = self._skipped + 1 if report.was_skipped() else 0
+            self._skipped = self._skipped + 1 if skipped else 0
             if self._skipped == MANY_SKIPPED:
                 self._skipped = None
                 self._warn_of_skips(report)

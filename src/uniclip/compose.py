@@ -16,8 +16,17 @@ from typing import Any, ClassVar, TypeAlias
 import optree
 
 from uniclip._core.plan import check_answers_differ, is_new
+from uniclip._core.spine import run_spine
 from uniclip._core.step import state_where
-from uniclip._core.tree import Flat, OpenedTree, Spec, backend_for, flatten, open_tree
+from uniclip._core.tree import (
+    Flat,
+    OpenedTree,
+    Spec,
+    backend_for,
+    flatten,
+    flatten_known,
+    open_tree,
+)
 from uniclip._errors import (
     check,
     describe,
@@ -105,14 +114,22 @@ class Chain(BaseRule):
 
     rules: tuple[BaseRule, ...]
 
+    def __post_init__(self) -> None:
+        """Find out whether one of the rules is stateful, and whether the spine may run them."""
+        on_spine = bool(self.rules)
+        for rule in self.rules:
+            on_spine = on_spine and type(rule) is Rule and rule.on_spine
+        stateful = any([rule.stateful for rule in self.rules])
+        set_frozen_fields(self, stateful=stateful, on_spine=on_spine, links=self.rules)
+
+    def __setstate__(self, choices: dict[str, Any]) -> None:
+        """Restore from a copy or a pickle."""
+        set_frozen_fields(self, **choices)
+        self.__post_init__()
+
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
         return f"uc.chain({', '.join(map(show, self.rules))})"
-
-    @property
-    def stateful(self) -> bool:
-        """Whether one of the rules is stateful."""
-        return any([rule.stateful for rule in self.rules])
 
     def init(self, grads: Tree) -> tuple[Tree, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
@@ -120,6 +137,16 @@ class Chain(BaseRule):
 
     def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Tree, Report]:
         """Run the rules; see `Rule.update`."""
+        if self.on_spine:
+            leaves, spec = flatten_known(grads)
+            taken = run_spine(self, leaves, state, step)
+            if taken is not None:
+                clipped, decision = taken
+                # In place, the caller gets the same tree back, unless it is used up.
+                same = step.in_place and not isinstance(grads, Iterator)
+                tree = grads if same else spec.unflatten(clipped)
+                return tree, decision.state, decision.report()
+
         old_states: Sequence[Tree] = [NoState()] * len(self.rules)
         if self.stateful:
             fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)

@@ -217,6 +217,12 @@ def never_amplifies(curve: Curve) -> bool:
     return curve is hard or rejects(curve)
 
 
+def of_numbers(curve: Curve) -> bool:
+    """Return whether the factor of a curve takes a comparison and a division of two numbers."""
+    # A subclass may return other factors.
+    return curve is hard or curve is reject or type(curve) is RejectAbove
+
+
 def rejects(curve: Curve) -> bool:
     """Return whether a curve drops gradients, and so skips the step if it drops all of them."""
     return curve is reject or isinstance(curve, RejectAbove)

@@ -61,6 +61,22 @@ class StepValues(NamedTuple):
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
 
+    def arranged_norms(self) -> Any:
+        """Return the norms as the report has them."""
+        plan = self.plan
+        return plan.arrange(list(map(plan.math.to_library, self.norms)))
+
+    def report(self) -> Report:
+        """Return the report of a step; of compiled code one that is filled,
+        unless its compiler opens lazy ones.
+        """
+        # What compiled code returns must be a container that its compiler opens.
+        report = LazyReport(self)
+        math_ = self.plan.math
+        if math_.compiled and not math_.library.opens_nodes:
+            return FilledReport(*report)
+        return report
+
 
 class Report:
     """What a rule measured and did at one step, in arrays of the framework.
@@ -245,27 +261,26 @@ class LazyReport(Report):
         """Return whether it may outlive the running code; nothing is arranged."""
         if self._values is None:
             return super().outlives_step()
-        # The fast path takes no compiled step.
+        # The spine takes no compiled step.
         return callable(self._values) or not self._values.plan.math.compiled
 
     def was_skipped(self) -> bool:
         """Return whether a step was skipped, if the host reads that at no cost."""
-        # The fast path skips no step.
-        if callable(self._values) or self._values is None or self._values.skipped is None:
+        values = self.values
+        if values is None or values.skipped is None:
             return False
-        skipped = self._values.skipped
-        math_ = self._values.plan.math
+        math_ = values.plan.math
         # Reading a flag on an accelerator would make every step wait for the device.
-        return (math_.host or math_.library.readable(skipped)) and bool(skipped)
+        return (math_.host or math_.library.readable(values.skipped)) and bool(values.skipped)
 
     def without_skip(self) -> Report:
         """Return it without ``skipped``."""
-        # The fast path skips no step, so its values need not be computed for this.
-        if callable(self._values):
-            return self
-        if self._values is not None:
-            return LazyReport(self._values._replace(skipped=None))
-        return super().without_skip()
+        values = self._values
+        if values is None:
+            return super().without_skip()
+        if callable(values):
+            return LazyReport(lambda: values()._replace(skipped=None))
+        return LazyReport(values._replace(skipped=None))
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule.
@@ -429,18 +444,6 @@ def _check_name(name: str) -> None:
     if name not in FIELDS:
         msg = f"a report has no {name!r}: it has {', '.join(FIELDS)}, and scalars()"
         raise AttributeError(msg)
-
-
-def report_of(values: StepValues) -> Report:
-    """Return the report of a step; of compiled code one that is filled,
-    unless its compiler opens lazy ones.
-    """
-    # What compiled code returns must be a container that its compiler opens.
-    report = LazyReport(values)
-    math_ = values.plan.math
-    if math_.compiled and not math_.library.opens_nodes:
-        return FilledReport(*report)
-    return report
 
 
 def keep_arrays(tree: Tree) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.limiting import first_state
 from uniclip._core.plan import RuleCache, plan_for
-from uniclip._core.step import run_step
+from uniclip._core.spine import run_step
 from uniclip._core.tree import Flat, open_tree
 from uniclip._errors import (
     Origin,
@@ -24,7 +24,7 @@ from uniclip._errors import (
     set_frozen_fields,
 )
 from uniclip._types import NonFinite, Number, Step, T, Tree
-from uniclip.curves import Curve, hard, rejects
+from uniclip.curves import Curve, hard, of_numbers, rejects
 from uniclip.limits import Constant, Limit, NoState, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
@@ -59,8 +59,14 @@ class Choices(Printed):
     # attributes out of the fields: they are neither compared, nor printed, nor copied.
     stateful: ClassVar[bool]
     """Whether the state of the rule changes from step to step."""
-    simple: ClassVar[bool]
-    """Whether it limits one Euclidean norm by a constant, which the fast path supports."""
+    on_spine: ClassVar[bool]
+    """Whether the spine may run it: one Euclidean norm over all leaves, and a limit that needs
+    nothing else but the loss.
+    """
+    by_numbers: ClassVar[bool]
+    """Whether the spine can decide with Python's numbers: the limit is built in, and the curve is
+    `hard` or rejects.
+    """
     constant: ClassVar[Any]
     """The constant limit, ``None`` if the limit is not constant."""
     holds_arrays: ClassVar[bool]
@@ -121,10 +127,8 @@ class Choices(Printed):
             limits = [of_group for _, of_group in limit.limits]
         constant = limit.value if type(limit) is Constant else None
 
-        # With "raise" the fast path runs only where it reads the norm, so it can raise, too.
         whole = scope.label is everything and scope.axes is None
-        simple = constant is not None and whole and self.norm == L2 and self.curve is hard
-        simple = simple and self.nonfinite in {"propagate", "raise"}
+        one_norm = whole and self.norm == L2 and not isinstance(limit, PerGroup)
         holds_arrays = _holds_arrays(limits, self.curve)
         built_in = [isinstance(one, BuiltIn) and not isinstance(one, Schedule) for one in limits]
         own_curve = getattr(self.curve, "__module__", "") == hard.__module__
@@ -134,7 +138,8 @@ class Choices(Printed):
             self,
             stateful=bool(limit.stateful),
             constant=constant,
-            simple=simple,
+            on_spine=one_norm and limit.needs <= {"loss"} and not holds_arrays,
+            by_numbers=all(built_in) and of_numbers(self.curve),
             holds_arrays=holds_arrays,
             limits_checked=all(built_in) and not holds_arrays,
             needs_finite=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
@@ -184,6 +189,10 @@ class BaseRule(Printed):
 
     stateful: ClassVar[Any]
     """Whether the state of the rule changes from step to step."""
+    on_spine: Any = False
+    """Whether the spine may run it, see `uniclip._core.spine`."""
+    links: Any = ()
+    """The rules of a chain; empty for other rules."""
 
     def init(self, grads: Tree) -> Any:
         """Return the state before the first step."""

@@ -564,7 +564,7 @@ def test_groups_of_an_ordered_dict() -> None:
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=1.0), partial(AdamW, lr=1.0, fused=True)])
-def test_a_parameter_added_on_the_fast_path(make: Any) -> None:
+def test_a_parameter_added_on_the_spine(make: Any) -> None:
     """Groups that are added after `attach` are guarded as well as those from before."""
     one, other = params_of(ONE, OTHER)
     optimizer = make([one])

@@ -17,7 +17,7 @@ from uniclip._errors import summarize
 from uniclip._types import Factors, State
 from uniclip.backends import replacement
 from uniclip.backends.base import Products, WrappedLeaf, cast, take
-from uniclip.report import Report, StepValues, report_of
+from uniclip.report import Report
 from uniclip.scopes import everything
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class StepResult(NamedTuple):
     leaves: list[Any]
     unflatten: Callable[[list[Any]], Any]
     """Returns a tree of the structure that the gradients had."""
-    values: StepValues
-    """The norms, limits and factors of each block."""
+    values: Any
+    """The norms, limits and factors of each block: `StepValues`, or a `Decision` of the spine."""
     state: State
 
     def clipped(self) -> Any:
@@ -52,12 +52,12 @@ class StepResult(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norms as the report has them."""
-        plan = self.values.plan
-        return plan.arrange(list(map(plan.math.to_library, self.values.norms)))
+        return self.values.arranged_norms()
 
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
-        return report_of(self.values)
+        report: Report = self.values.report()
+        return report
 
 
 def scale_leaves(

@@ -51,25 +51,21 @@ def find_limits(
     state.
     """
     constant = inputs.constant
-    if inputs.trees[0].wrapped:
-        _raise_if_limits_by_row(inputs.rule, plan, inputs.trees[0], constant)
     if constant is None:
-        return _ask_limit(plan, inputs, measured)
+        return _ask_limit(inputs.rule, plan, inputs.state, measured)
     finite_norms: Any = measured.finite_norms
     limits = [_check_limits(plan, constant, norms) for norms in finite_norms]
     return limits, None, inputs.state
 
 
 def _ask_limit(
-    plan: Plan, inputs: StepInputs, measured: Measured
+    rule: Choices, plan: Plan, state: Any, measured: Measured
 ) -> tuple[list[Any], list[Any] | None, Any]:
     """Return what `find_limits` returns, for a limit that is no constant."""
-    rule = inputs.rule
     limit = rule.limit
-    state = inputs.state
     norms: Any = measured.finite_norms
     # A step without gradients changes no state.
-    if limit.stateful and not inputs.trees[0].leaf_info.present and plan.collectives is None:
+    if limit.stateful and plan.is_empty and plan.collectives is None:
         return [math.inf] * len(norms), None, state
     states = [state] * len(norms)
     if limit.stateful:
@@ -294,7 +290,7 @@ def _describe_negative(limits: Any) -> str:
     return f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
 
 
-def _raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constant: Any) -> None:
+def raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constant: Any) -> None:
     """Raise if a limit, or the counts of `Relative`, have a value for each row of a sparse leaf.
 
     The leaf stores other rows at each step, so that the values would go to the wrong rows.

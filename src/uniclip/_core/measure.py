@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._core.collectives import Exchange, Loss, Payload, mean_loss
+from uniclip._core.norm_space import NormSpace
 from uniclip._core.plan import Plan
 from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, Step, Tensor
 from uniclip.backends.arrays import check_shape, known_true
-from uniclip.backends.base import FITS, LIBRARY, NUMPY, Terms, expand_to_leaf, modulus
+from uniclip.backends.base import FITS, FITS_FLOAT64, LIBRARY, NUMPY, Terms, expand_to_leaf, modulus
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 _NO_CONTEXT = nullcontext()
 _SAFE_POWER = 6
 """The largest power whose sums of float32 numbers neither overflow nor underflow in float64."""
-_FITS_FLOAT64 = (4.5e-277, 1.7976931348623157e308)
-"""The range in which a float64 sum of squares is accurate: smallest normal number / eps² to the
-largest number. `FITS` is that of float32.
-"""
 
 
 class StepInputs(NamedTuple):
@@ -239,11 +236,13 @@ def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload) -> Tensor | Non
     elif isinstance(loss, Loss):
         loss = loss.mean
 
-    if loss is None:
-        return None
+    return None if loss is None else convert_loss(math_, loss, inputs.trees[0].first)
 
+
+def convert_loss(math_: NormSpace, loss: Any, first: Any) -> Tensor:
+    """Return a loss as a detached float32 array where the norms are, given the first gradient."""
+    library = math_.library
     loss = library.xp.asarray(math_.read_foreign(loss))
-    first = inputs.trees[0].first
     if not math_.host and first is not None:
         loss = library.to_device_of(first, loss)
     loss = library.detach(library.xp.astype(loss, library.xp.float32))
@@ -386,7 +385,7 @@ def _norms_in_units(
 
 def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
     """Return whether no sum of squares may have overflowed or underflowed."""
-    least, most = _FITS_FLOAT64 if plan.math.double else FITS
+    least, most = FITS_FLOAT64 if plan.math.double else FITS
     # On the host a sum of 0 is one of zeros, see `Backend.sums`. Elsewhere squares may have
     # underflowed, and no sum equals -1.
     zero: Any = 0.0 if plan.math.host else -1.0

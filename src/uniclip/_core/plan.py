@@ -170,7 +170,7 @@ def make_plan(
 
 
 def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
-    """Return the plan of a single norm over all leaves, for the report of the fast path."""
+    """Return the plan of a single norm over all leaves, for the spine."""
     math_ = NormSpace(leaf_info, mode, device, narrow=True)
     plan = Plan(math_, all_leaves, [Block(((0,),), (None,))], [None])
     plan.members = [[0]]
@@ -320,6 +320,11 @@ class Plan:
                     rows[label] = array[row] if len(array.shape) == 1 else array[row, ...]
 
         return rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all gradients are absent."""
+        return max(self.order, default=-1) < 0
 
     @property
     def labels(self) -> list[Any]:

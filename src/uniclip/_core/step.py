@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""One step of a rule: open the tree, plan, measure, ask the limit and the curve, apply.
+"""The general path of a step: plan, measure, decide by the limit and the curve, apply.
 
-`run_step` tries the fast path first. The general path follows, in the order in which it runs. This
-module also applies the policy for gradients that are not finite.
+`uniclip._core.spine` takes the common steps. The functions follow in the order in which
+they run. This module also applies the policy for gradients that are not finite.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from uniclip._core.collectives import (
     with_reduced_library,
 )
 from uniclip._core.factors import compute_factors, zero_where_skipped
-from uniclip._core.fast_path import FastStepResult, run_fast_path, run_fast_path_on_storage
-from uniclip._core.limiting import find_absent, find_limits
+from uniclip._core.limiting import find_absent, find_limits, raise_if_limits_by_row
 from uniclip._core.measure import Measured, StepInputs, measure
 from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of, plan_for
-from uniclip._core.tree import OpenedTree, flatten_known, open_leaves, with_params
+from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
-from uniclip._types import Factors, Flags, Step, Tree
-from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of
+from uniclip._types import Factors, Flags, Step
+from uniclip.backends import Backend, backend_of, library_of
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, finite_or_zero
 from uniclip.curves import rejects
 from uniclip.report import StepValues
@@ -39,61 +38,6 @@ if TYPE_CHECKING:
 
 MAX_NAMED_LEAVES = 5
 """The largest number of leaves that an error names."""
-
-
-def run_step(  # noqa: PLR0913 - a step has as many parts
-    rule: Choices,
-    grads: Tree,
-    state: Any,
-    step: Step = Step(),  # noqa: B008 - it never changes
-    max_norm: Any = None,
-    *,
-    apply: Apply | None = scale_leaves,
-) -> StepResult | FastStepResult:
-    """Take one step of a rule, on the fast path if it applies, else on the general path.
-
-    Parameters
-    ----------
-    rule : Rule
-    grads : tree
-    state : tree of arrays
-    step : Step
-    max_norm : float or 0-d array, optional
-        A constant limit in place of the rule's.
-    apply : function, optional
-        Applies the factors to the leaves, by default to new leaves or in place; ``None`` to only
-        measure.
-
-    Raises
-    ------
-    TypeError, ValueError, FloatingPointError
-        As `uniclip.clip`.
-    """
-    limit = rule.constant if max_norm is None else max_norm
-    flat = flatten_known(grads)
-    leaves, spec = flat
-
-    # Try the fast path before anything else: leaves are not even validated, since a backend takes
-    # only arrays that it knows.
-    backend = None
-    for leaf in leaves:
-        if leaf is not None:
-            backend = BACKEND_CACHE.get(type(leaf)) or backend_of(leaf)
-            break
-
-    if backend is not None:
-        fast = run_fast_path(rule, backend, leaves, limit, step)
-        if fast is not None:
-            return FastStepResult(backend, spec.unflatten, fast, state)
-
-    # Sparse leaves and integers among dense ones may still take it, on the arrays inside of them.
-    tree = open_leaves(flat, in_place=step.in_place)
-    if tree.wrapped and not tree.shards:
-        fast = run_fast_path_on_storage(rule, tree, limit, step)
-        if fast is not None:
-            return FastStepResult(tree.backend, tree.spec.unflatten, fast, state)
-
-    return run_general_step(StepInputs(rule, [tree], step, state, limit), apply)
 
 
 def run_general_step(inputs: StepInputs, apply: Apply | None = scale_leaves) -> StepResult:
@@ -148,6 +92,21 @@ def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues
     if rule.needs_finite:
         step_finite = _check_finite(rule, plan, tree, measured)
 
+    if tree.wrapped:
+        raise_if_limits_by_row(rule, plan, tree, inputs.constant)
+    values, new_state = decide(plan, inputs, measured, step_finite)
+    return tree, values, new_state
+
+
+def decide(
+    plan: Plan, inputs: StepInputs, measured: Measured, step_finite: Flags | None
+) -> tuple[StepValues, Any]:
+    """Compute limits and factors; return the values of the report, and the next state.
+
+    ``step_finite`` is ``None`` if the rule does not need it. It reads no gradient, so
+    ``inputs.trees`` may be empty.
+    """
+    rule = inputs.rule
     limits, thresholds, new_state = find_limits(plan, inputs, measured)
     factors = compute_factors(plan, inputs, measured, limits)
     # NaN never enters a state.
@@ -173,7 +132,7 @@ def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues
         thresholds = thresholds and plan.split_blocks(thresholds)
 
     finite = measured.elements_finite
-    return tree, StepValues(plan, norms, limits, factors, thresholds, finite, skipped), new_state
+    return StepValues(plan, norms, limits, factors, thresholds, finite, skipped), new_state
 
 
 # Open the inputs.

@@ -8,10 +8,10 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
   are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
   `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`);
-- *may* override hooks for speed and for changes in place (`fast_path`, `fast_path_reads`, `sums`,
-  `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`), for constants on
-  a device (`constant`), for CUDA graphs (`captured`), and for shards in several processes
-  (`reducer`, `replicas`, `rank`);
+- *may* override hooks for speed and for changes in place (`one_norm`, `scale_all`,
+  `clip_at_once`, `sums`, `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`,
+  `write`), for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in
+  several processes (`reducer`, `replicas`, `rank`);
 - *may* override hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`,
   `reduce_rows`, `cond`).
 """
@@ -19,6 +19,7 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -71,6 +72,8 @@ FITS = (1e-24, 3.4e38)
 """The range in which a float32 sum of squares is accurate: smallest normal number / eps² to the
 largest number.
 """
+FITS_FLOAT64 = (4.5e-277, 1.7976931348623157e308)
+"""The same for a float64 sum."""
 
 
 class ArrayFacts(NamedTuple):
@@ -169,45 +172,42 @@ class WrappedLeaf(NamedTuple):
         return isinstance(self.rows, tuple)
 
 
-class FastResult(NamedTuple):
-    """The result of `Backend.fast_path`: the leaves, and three numbers rounded to float32."""
-
-    norm: Any
-    """A number. If the host does not read it, norm and factor are 0-d arrays."""
-    limit: float
-    factor: Any
-    leaves: list[Any]
-    """The clipped leaves; the same objects if the factor is the number 1."""
-    device: Any
-    """The device of the norm, for `Backend.from_host`."""
-
-
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_FLOAT32_LEAST = 1e-37
-"""Smaller norms, limits and factors lose digits in float32."""
+LARGEST: dict[Any, float] = {np.float32: FLOAT32_MAX, np.float64: sys.float_info.max}
+"""The largest number of a dtype."""
+LEAST: dict[Any, float] = {np.float32: 1e-37, np.float64: 1e-138}
+"""Smaller norms, limits and factors lose digits in a dtype, or the squares of such norms do."""
 
 
-def fast_numbers(norm: float, limit: float) -> tuple[float, float, float] | None:
-    """Return norm, limit and factor, each rounded to float32 as on the general path.
+NormPlace: TypeAlias = "tuple[Backend[Any], Device, type[np.floating[Any]]]"
+"""The backend of a norm, its device for `Backend.from_host`, and the dtype in which it is reported.
 
-    ``None`` if one is out of the range of float32.
+A plain tuple, since a class costs one more call in each step.
+"""
+
+
+class OneNorm(NamedTuple):
+    """The norm of all leaves of a step, as `Backend.one_norm` returns it."""
+
+    place: NormPlace
+    arrays: list[Any]
+    """The leaves that are not ``None``."""
+    norm: Any = None
+    """A float from `rounded_norm`. ``None`` if the host does not read it; the spine then puts a
+    pair of arrays with one element here, the norm and the same with NaN if it is not finite.
     """
-    norm_fits = norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX
-    limit_fits = limit == 0 or limit > _FLOAT32_LEAST
-    if not (norm_fits and limit_fits):
-        return None
+    loss: Any = None
+    """The loss of the step, where the norm is."""
 
-    # Compare rounded numbers, so that a factor of 1 agrees with the reported norm and limit.
-    norm = float(np.float32(norm))
-    limit = float(np.float32(min(limit, FLOAT32_MAX)))
-    if norm <= limit:
-        return norm, limit, 1.0
 
-    # The general path handles a factor that would be subnormal in float32.
-    factor = limit / norm
-    if factor <= _FLOAT32_LEAST:
+def rounded_norm(norm: float, dtype: type[np.floating[Any]]) -> float | None:
+    """Return a norm in the precision in which it is compared and reported.
+
+    ``None`` if it is out of range.
+    """
+    if norm != 0 and not LEAST[dtype] < norm <= LARGEST[dtype]:
         return None
-    return norm, limit, float(np.float32(factor))
+    return float(dtype(norm))
 
 
 class Terms(NamedTuple):
@@ -317,14 +317,6 @@ def kept_lengths(lengths: Sequence[Any], axes: Axes) -> tuple[Any, ...]:
     return tuple([length for axis, length in enumerate(lengths) if axis not in axes])
 
 
-def products_by(
-    arrays: list[A], factor: float | Tensor, *, in_place: bool = False, zero: bool = False
-) -> Products:
-    """Return the products of all arrays by one number."""
-    places = [(0, 0)] * len(arrays)
-    return Products(arrays, [np.asarray([factor])], places, in_place=in_place, zero=zero)
-
-
 def _rows_of(backend: Backend, block: View | Factors, users: int) -> Sequence[Any] | View:
     """Return the factors of a block, one for each row; ``users`` is how many arrays use one."""
     if isinstance(block, np.ndarray):
@@ -358,8 +350,10 @@ def expand_to_leaf(backend: Backend, value: Any, array: Tensor, axes: Axes) -> A
     return value
 
 
-def fill_places(leaves: Sequence[A | None], arrays: Iterable[A]) -> list[A | None]:
+def fill_places(leaves: Sequence[A | None], arrays: Sequence[A]) -> list[A | None]:
     """Return the leaves with other arrays in place of those that are not ``None``."""
+    if len(arrays) == len(leaves):
+        return list(arrays)
     remaining = iter(arrays)
     return [None if leaf is None else next(remaining) for leaf in leaves]
 
@@ -524,25 +518,33 @@ class Backend(Generic[A]):
         """Return whether a debugger stops at ∞, so that not even an unused sum may overflow."""
         return False
 
-    def fast_path(
-        self, leaves: list[A | None], limit: float, *, in_place: bool
-    ) -> FastResult | None:
-        """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
+    # One norm of all leaves, with little overhead, see `uniclip._core.spine`.
 
-        It takes ``None`` and dense leaves of one process, float32 or narrower, neither traced nor
-        with a recorded derivative. For anything else, return ``None`` before anything is written:
-        the caller then takes the general path.
+    def one_norm(self, leaves: list[A | None], *, in_place: bool) -> OneNorm | None:
+        """Return the Euclidean norm of all leaves, of which one or more are not ``None``.
+
+        It takes dense leaves of one process, all float64 or none, neither traced nor with a
+        recorded derivative. On an accelerator the norm is ``None``: nothing is measured here, but
+        leaves that cannot be written ``in_place`` are rejected. For anything else, and if the norm
+        may be inaccurate, return ``None``: the caller then takes the general path.
         """
         return None
 
-    @staticmethod
-    def fast_path_reads(leaf: Any) -> bool:
-        """Return whether the host reads the norm on the fast path of leaves like this one.
+    def scale_all(self, arrays: list[A], factor: float, *, in_place: bool) -> list[A] | None:
+        """Multiply the arrays that `one_norm` measured on the host by one number.
 
-        A rule with the policy ``"raise"`` needs the value. By default it is true without a look at
-        the leaf, since `fast_path` returns ``None`` for leaves that the host cannot read.
+        Return ``None``, with nothing written, if they share memory or are read-only.
         """
-        return True
+        return self.multiply(arrays, [factor] * len(arrays), in_place=in_place, zero=False)
+
+    def clip_at_once(
+        self, arrays: list[A], limit: float, *, in_place: bool
+    ) -> tuple[list[A], A, A] | None:
+        """Clip arrays on an accelerator by a constant limit: return them, the norm and the factor.
+
+        ``None``, with nothing written, if the library is no faster at that.
+        """
+        return None
 
     # Sums and products, for speed and memory.
 

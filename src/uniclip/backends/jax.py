@@ -37,16 +37,16 @@ from uniclip.backends.base import (
     ArrayFacts,
     Axes,
     Backend,
-    FastResult,
     LeafInfo,
+    OneNorm,
     Op,
     Reduce,
     Terms,
     View,
     WrappedLeaf,
     enter_both,
-    fast_numbers,
     operand,
+    rounded_norm,
     same,
     stack_terms,
     sum_dtype,
@@ -55,12 +55,12 @@ from uniclip.backends.base import (
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import (
+    FULL,
     HIGH,
     LOW,
     add_groups,
     array_squares,
     call_bound,
-    fast_path_on_host,
     sum_of_squares,
 )
 
@@ -544,26 +544,25 @@ class _JAX(Backend[jax.Array]):
             arrays = jax.device_get(arrays)
         return list(map(np.asarray, arrays))
 
-    def fast_path(
-        self, leaves: list[jax.Array | None], limit: float, *, in_place: bool
-    ) -> FastResult | None:
+    def one_norm(self, leaves: list[jax.Array | None], *, in_place: bool) -> OneNorm | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
         # A sparse matrix is no jax.Array.
-        if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):
-            return None
-        if _makes_tracers():
+        if _makes_tracers() or not all([isinstance(array, jax.Array) for array in arrays]):
             return None
         # Tracers are never readable.
-        if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):
+        dtype = arrays[0].dtype
+        if not all([array.dtype == dtype and self.readable(array) for array in arrays]):
+            return None
+        if dtype not in FULL:
             return None
 
-        def scale(factor: float) -> list[jax.Array]:
-            return self.multiply(arrays, [factor] * len(arrays), in_place=False, zero=False)
-
         # The host waits for this value only: products are dispatched asynchronously.
-        [total] = _squares_on_host(arrays, [len(arrays)])
-        numbers = fast_numbers(math.sqrt(total), limit)
-        return fast_path_on_host(leaves, numbers, scale, self.device(arrays[0]))
+        with np.errstate(all="ignore"):
+            [total] = _squares_on_host(arrays, [len(arrays)])
+        norm = rounded_norm(math.sqrt(total), dtype.type)
+        if norm is None:
+            return None
+        return OneNorm((self, self.device(arrays[0]), dtype.type), arrays, norm)
 
     def to_keep(self, arrays: list[jax.Array]) -> list[jax.Array]:
         # The buffers may be donated later.

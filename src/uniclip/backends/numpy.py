@@ -24,19 +24,17 @@ from uniclip.backends.base import (
     HOST,
     NUMPY,
     PIECE,
-    A,
     ArrayFacts,
     Axes,
     Backend,
-    FastResult,
     LeafInfo,
+    OneNorm,
     Storage,
     Terms,
     View,
-    fast_numbers,
-    fill_places,
     in_groups,
     power_sum,
+    rounded_norm,
     row_slices,
     stack_terms,
     take,
@@ -68,7 +66,8 @@ _FEW_ARRAYS = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially in float32, so few that rounding errors stay small."""
 LOW, HIGH = FITS
-_FLOAT32 = np.dtype(np.float32)
+FULL = (np.dtype(np.float32), np.dtype(np.float64))
+"""The dtypes in which norms are reported, in the byte order of this machine."""
 UNDERFLOWN = 1e-300
 """Stands for a sum of squares that is 0 by underflow: the range check of a step rejects it, and
 dividing it by a number of replicas does not make it 0.
@@ -105,28 +104,6 @@ def sum_of_squares(arrays: list[View], lengths: list[int]) -> View:
     wide = any(array.dtype.char in "dD" for array in arrays)
     sums = [array_squares(array, wide) for array in arrays]
     return np.array(add_groups(sums, lengths), _sum_dtype(arrays))
-
-
-def fast_path_on_host(
-    leaves: list[A | None],
-    numbers: tuple[float, float, float] | None,
-    scale: Callable[[float], list[A] | None],
-    device: Device = None,
-) -> FastResult | None:
-    """Return the result of `Backend.fast_path` where the host has the `fast_numbers` of a step.
-
-    ``scale`` returns the present leaves times a factor, or ``None`` if they cannot be written.
-    """
-    if numbers is None:
-        return None
-    norm, limit, factor = numbers
-    if factor == 1:
-        return FastResult(norm, limit, factor, leaves, device)
-
-    arrays = scale(factor)
-    if arrays is None:
-        return None
-    return FastResult(norm, limit, factor, fill_places(leaves, arrays), device)
 
 
 def _sum_dtype(arrays: list[View]) -> type[np.floating[Any]]:
@@ -458,25 +435,29 @@ class _NumPy(Backend[View]):
         # Return a scalar, as NumPy's own reductions do in place of a 0-d array.
         return array[()] if array.ndim == 0 else array
 
-    def fast_path(
-        self, leaves: list[View | None], limit: float, *, in_place: bool
-    ) -> FastResult | None:
+    def one_norm(self, leaves: list[View | None], *, in_place: bool) -> OneNorm | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
-        if not all([type(array) is np.ndarray and array.dtype == _FLOAT32 for array in arrays]):
+        dtype = arrays[0].dtype
+        if not all([type(array) is np.ndarray and array.dtype == dtype for array in arrays]):
+            return None
+        if dtype not in FULL:
             return None
 
-        def scale(factor: float) -> list[View] | None:
+        # A sum that overflowed is rejected, so NumPy need not warn of it.
+        with np.errstate(all="ignore"):
+            [total] = sum_of_squares(arrays, [len(arrays)])
+        norm = rounded_norm(math.sqrt(total), dtype.type)
+        return None if norm is None else OneNorm((self, None, dtype.type), arrays, norm)
+
+    def scale_all(self, arrays: list[View], factor: float, *, in_place: bool) -> list[View] | None:
+        # A product may underflow.
+        with np.errstate(all="ignore"):
             if not in_place:
                 return [array * factor for array in arrays]
             # The general path finds out which arrays overlap or are read-only, and names them.
             if not _are_separate(arrays):
                 return None
             return [np.multiply(array, factor, out=array) for array in arrays]
-
-        # `fast_numbers` rejects a sum that overflowed, so NumPy need not warn of it.
-        with np.errstate(all="ignore"):
-            [total] = sum_of_squares(arrays, [len(arrays)])
-            return fast_path_on_host(leaves, fast_numbers(math.sqrt(total), limit), scale)
 
     def sums(self, mode: int, terms: Terms) -> list[View]:
         if terms.whole:

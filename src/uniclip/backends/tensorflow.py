@@ -34,15 +34,15 @@ from uniclip.backends.base import (
     ArrayFacts,
     Axes,
     Backend,
-    FastResult,
     LeafInfo,
+    OneNorm,
     Op,
     Terms,
     View,
     WrappedLeaf,
     enter_both,
-    fast_numbers,
     operand,
+    rounded_norm,
     row_slices,
     same,
     stack_terms,
@@ -50,7 +50,7 @@ from uniclip.backends.base import (
     sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import fast_path_on_host, sum_of_squares
+from uniclip.backends.numpy import FULL, sum_of_squares
 
 _KINDS: dict[str, Callable[[tf.DType], bool]] = {
     "bool": lambda dtype: dtype.is_bool,
@@ -290,23 +290,27 @@ class _TensorFlow(Backend[tf.Tensor]):
         # A variable may change later.
         return list(map(tf.identity, arrays))
 
-    def fast_path(
-        self, leaves: list[tf.Tensor | None], limit: float, *, in_place: bool
-    ) -> FastResult | None:
-        if in_place or not tf.executing_eagerly() or record.could_possibly_record():
+    def one_norm(self, leaves: list[tf.Tensor | None], *, in_place: bool) -> OneNorm | None:
+        if not tf.executing_eagerly() or record.could_possibly_record():
             return None
-
         tensors = [leaf for leaf in leaves if leaf is not None]
-        if not tensors or not all(map(_is_float32_on_cpu, tensors)):
+        dtype = tensors[0].dtype
+        if not all([_is_on_cpu(tensor) and tensor.dtype == dtype for tensor in tensors]):
+            return None
+        if dtype.as_numpy_dtype not in FULL:
             return None
 
-        def scale(factor: float) -> list[tf.Tensor]:
-            by = tf.constant(factor, tf.float32)
-            return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
+        with np.errstate(all="ignore"):
+            [total] = sum_of_squares(list(map(_view_memory, tensors)), [len(tensors)])
+        place = (self, self.device(tensors[0]), dtype.as_numpy_dtype)
+        norm = rounded_norm(math.sqrt(total), place[2])
+        return None if norm is None else OneNorm(place, tensors, norm)
 
-        [total] = sum_of_squares(list(map(_view_memory, tensors)), [len(tensors)])
-        numbers = fast_numbers(math.sqrt(total), limit)
-        return fast_path_on_host(leaves, numbers, scale, self.device(tensors[0]))
+    def scale_all(
+        self, arrays: list[tf.Tensor], factor: float, *, in_place: bool
+    ) -> list[tf.Tensor] | None:
+        by = tf.constant(factor, arrays[0].dtype)
+        return [tf.raw_ops.Mul(x=array, y=by) for array in arrays]
 
     def sums(self, mode: int, terms: Terms) -> list[tf.Tensor]:
         if mode == HOST:
@@ -435,9 +439,9 @@ def _format_of(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
-def _is_float32_on_cpu(tensor: tf.Tensor) -> bool:
-    """Return whether the host can read a tensor as float32 memory."""
-    return type(tensor) is EagerTensor and tensor.dtype == tf.float32 and "CPU" in tensor.device
+def _is_on_cpu(tensor: tf.Tensor) -> bool:
+    """Return whether the host can read the memory of a tensor."""
+    return type(tensor) is EagerTensor and "CPU" in tensor.device
 
 
 def _view_memory(array: tf.Tensor) -> View:

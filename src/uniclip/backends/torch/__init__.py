@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -51,14 +50,6 @@ from uniclip.backends.numpy import (
 from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.fast_path import (
-    are_separate_blocks,
-    bound,
-    fast_path,
-    in_memory_order,
-    move,
-    norm_of,
-)
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import (
     default_device_of,
@@ -68,6 +59,16 @@ from uniclip.backends.torch.modes import (
     same_for_all_examples,
     tracing,
     valueless,
+)
+from uniclip.backends.torch.one_norm import (
+    are_separate_blocks,
+    bound,
+    clip_at_once,
+    in_memory_order,
+    move,
+    norm_of,
+    one_norm,
+    scale_all,
 )
 
 Array: TypeAlias = torch.Tensor
@@ -167,23 +168,19 @@ _HOST_DTYPES = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int
 
 
 def _operands(arrays: list[torch.Tensor], factors: _Factors) -> Any:
-    """Return numbers, or arrays, as ``torch._foreach_mul`` takes them: one if all are the same."""
-    first = factors[0]
-    if isinstance(first, torch.Tensor):
+    """Return numbers, or arrays, as ``torch._foreach_mul`` takes them."""
+    if isinstance(factors[0], torch.Tensor):
         return list(factors)
 
-    is_same = factors.count(first) == len(factors)
     dtypes = {array.dtype for array in arrays}
     if not _HALVES.isdisjoint(dtypes):
         # PyTorch would round a number to half precision before the product.
         dtypes = {torch.float64}
     elif not (len(dtypes) == 1 and dtypes <= REAL and all([array.is_cpu for array in arrays])):
-        return first if is_same else list(factors)
+        return list(factors)
 
     # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
     dtype = dtypes.pop()
-    if is_same:
-        return torch.scalar_tensor(first, dtype=dtype, device=_CPU)
     return list(torch.tensor(factors, dtype=dtype, device=_CPU).unbind())
 
 
@@ -285,7 +282,7 @@ def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | No
 
     ``None`` if NumPy does not have a dtype, or a sum is out of range.
     """
-    # The fast path computes the same bits.
+    # The spine computes the same bits.
     norm = norm_of(arrays) if len(lengths) == 1 else None
     if norm is not None:
         return np.array([norm * norm])
@@ -496,10 +493,11 @@ def _memory_of(leaf: Array) -> View | None:
 class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
-    fast_path = staticmethod(fast_path)
+    one_norm = one_norm
+    scale_all = staticmethod(scale_all)
+    clip_at_once = staticmethod(clip_at_once)
     # No Python code runs for each array.
     detach = staticmethod(torch.Tensor.detach)
-    fast_path_reads = staticmethod(attrgetter("is_cpu"))  # type: ignore[assignment]
     bound = staticmethod(bound)
 
     def signature(self, leaves: list[Any]) -> tuple[Hashable, ...] | None:
@@ -555,7 +553,7 @@ class _Torch(dtensor.Distributed):
 
     def from_host(self, array: View, device: Device) -> Array:
         # A copy, since some of NumPy's arrays are read-only.
-        on_host = torch.as_tensor(np.array(array), device=_CPU)
+        on_host = torch.from_numpy(np.array(array))
         return on_host if device == _CPU else move(on_host, device)
 
     def constant(self, array: View, device: Device) -> Array:

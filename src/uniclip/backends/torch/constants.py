@@ -3,7 +3,7 @@
 
 The sizes of norms, the limits of groups and the flags of absent gradients are the same at every
 step. The key is the values, so that callers store nothing. It is not for values that change:
-`uniclip.backends.torch.fast_path.move` sends these.
+`uniclip.backends.torch.one_norm.move` sends these.
 
 A CUDA graph that was captured with a constant reads it at each replay, so it is never freed.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from uniclip.backends.torch.fast_path import ACCELERATORS, move
 from uniclip.backends.torch.modes import in_forward_mode, tracing
+from uniclip.backends.torch.one_norm import ACCELERATORS, move
 
 if TYPE_CHECKING:
     from uniclip.backends.base import View

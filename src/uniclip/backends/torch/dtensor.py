@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from uniclip.backends.base import Axes, Backend, Op, Reduce, WrappedLeaf
-from uniclip.backends.torch.fast_path import move
 from uniclip.backends.torch.modes import is_recorded, tracing
+from uniclip.backends.torch.one_norm import move
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -42,8 +42,8 @@ from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
 from uniclip.backends.base import Axes, Backend, Products, Terms, in_groups, stack_terms, take
-from uniclip.backends.torch.fast_path import are_dense
 from uniclip.backends.torch.kernels import give_up
+from uniclip.backends.torch.one_norm import are_dense
 
 _Vector: TypeAlias = np.ndarray[Any, Any]
 

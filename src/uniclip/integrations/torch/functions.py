@@ -16,17 +16,17 @@ from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.fast_path import run_fast_path
-from uniclip._core.step import run_step
+from uniclip._core.spine import Decision, run_spine, run_step
 from uniclip._errors import LIMIT, article, check, check_range, nonnegative, number, summarize
 from uniclip._types import Array, NonFinite, Step
 from uniclip.api import clip_
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.fast_path import gradients_of
+from uniclip.backends.torch.one_norm import gradients_of
 from uniclip.integrations.torch.processes import check_shards
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_global_norm, by_value
@@ -129,7 +129,7 @@ def clip_grad_norm_(
     if type(norm_type) in _NUMBERS:
         rule = _RULES.get((norm_type, error_if_nonfinite))
 
-    # Nearly every call takes the fast path, so nothing is done before it that it does not need.
+    # Nearly every call takes the spine, so nothing is done before it that it does not need.
     single_process = all_reduce is None and shared is None
     if rule is not None and single_process and type(parameters) is list:
         is_limit = type(max_norm) in _NUMBERS and max_norm >= 0  # type: ignore[operator]
@@ -137,16 +137,24 @@ def clip_grad_norm_(
         if grads is not None:
             if _DISTRIBUTED and torch.distributed.is_initialized():
                 check_shards(parameters, "parameters", rule, None)
-            result = run_fast_path(rule, BACKEND, grads, max_norm, _IN_PLACE)
-            if result is not None:
-                if type(result.norm) is float:
-                    return torch.scalar_tensor(result.norm, dtype=torch.float32, device=_CPU)
-                return result.norm
+            taken = run_spine(rule, grads, NOTHING, _IN_PLACE, max_norm)
+            if taken is not None:
+                return _norm_of(taken[1])
 
     tensors = _tensors(parameters, "parameters")
     if rule is None:
         rule = _rule(norm_type, error_if_nonfinite)
     return _clip_tensors(tensors, max_norm, rule, all_reduce, shared)
+
+
+def _norm_of(decision: Decision) -> torch.Tensor:
+    """Return the norm of a step on the spine."""
+    norm: Any = decision.norm
+    # A tensor of NumPy's number takes longer.
+    if type(norm) is float and decision.place[2] is np.float32:
+        return torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU)
+    of_device: torch.Tensor = decision.arranged_norms()
+    return of_device
 
 
 def _clip_tensors(

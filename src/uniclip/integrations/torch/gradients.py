@@ -9,12 +9,11 @@ from typing import Any, TypeAlias
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared, follow_reference, keep_reference
-from uniclip._core.fast_path import report_fast_path, run_fast_path
 from uniclip._errors import counted, summarize
 from uniclip._types import Step
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch.fast_path import gradients_of
+from uniclip.backends.torch.one_norm import gradients_of
 from uniclip.clipper import Clipper
 from uniclip.compose import rules_with_norms
 from uniclip.integrations import looks_at
@@ -24,8 +23,6 @@ from uniclip.integrations.torch.parameters import Parameters
 from uniclip.integrations.torch.processes import any_found_inf, average_loss, several
 from uniclip.integrations.torch.skip import Skip, skips_by_flag
 from uniclip.integrations.torch.state import RuleState
-from uniclip.report import Report
-from uniclip.rule import Rule
 
 ClosureLoss: TypeAlias = "torch.Tensor | float | None"
 """A loss as a closure returns it, or as it was set on the handle."""
@@ -62,41 +59,46 @@ class GradientClipping:
         self._has_warned = False
         """Whether a step without gradients has warned."""
 
-        self._fast_rule: Rule | None = None
-        """The rule, if its steps may take the fast path, which decides by itself."""
-        # A recorder wants the norms of all leaves, and a skip needs a decision.
-        unobserved = all_reduce is None and clipper.record is None and not params.is_joint
-        if unobserved and type(clipper.rule) is Rule and not self.can_skip:
-            self._fast_rule = clipper.rule
+        self._needs_loss = looks_at("loss", clipper.rule)
+        """Whether the rule uses the loss."""
+        self._takes_spine = all_reduce is None and not params.is_joint
+        """Whether steps may take the spine."""
 
-    def clip_on_fast_path(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Clip on the fast path.
+    def clip_on_spine(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> bool | None:
+        """Clip on the spine, and return what `clip` returns.
 
-        Return ``False``, with nothing changed, if the step takes the general way.
+        Return ``None``, with nothing changed, if the step takes the general path.
         """
-        rule = self._fast_rule
-        if rule is None:
-            return False
+        if not self._takes_spine or self._state.needs_check:
+            return None
+        # Of several processes all decide by the mean of their losses, with a loss or without.
+        if self._needs_loss and several():
+            return None
 
         # The gradients are still those of the loss that a GradScaler has scaled.
         is_scaled = getattr(optimizer, "grad_scale", None) is not None
         if is_scaled or getattr(optimizer, "found_inf", None) is not None:
-            return False
+            return None
 
         groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else self.params.tensors()
         grads = gradients_of(params)
         if grads is None:
-            return False
+            return None
+        step = _IN_PLACE
+        if loss is not None:
+            loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            step = Step(loss=loss, in_place=True)
+        taken = self._clipper.step_on_spine(grads, step)
+        if taken is None:
+            return None
 
-        # The fast path returns nothing, and changes nothing, if it does not apply.
-        numbers = run_fast_path(rule, BACKEND, grads, rule.constant, _IN_PLACE)
-        if numbers is None:
-            return False
-        self._clipper.hold_report(report_fast_path(BACKEND, numbers))
         if not self._has_looked:
             self._look_for_main_grads(params)
-        return True
+        self.skip.flag = None
+        _, decision, _ = taken
+        skipped = decision.skipped
+        return skipped is not False and self._decide_skip(optimizer, skipped, None)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def clip(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> bool:
@@ -116,13 +118,13 @@ class GradientClipping:
             self._look_for_main_grads(params)
 
         # A process without any gradient takes part, too, or the others would wait.
-        if several() and looks_at("loss", self.rule):
+        if several() and self._needs_loss:
             loss = average_loss(loss, device)
         found_inf = any_found_inf(self._flag_of(optimizer, grads), all_reduce, device)
 
         absent = sum([grad is None for grad in grads])
         if absent == len(grads) and all_reduce is None:
-            self._clipper.hold_report(None)
+            self._clipper.forget_report()
             self._warn_of_no_gradient(optimizer)
             return False
 
@@ -138,7 +140,9 @@ class GradientClipping:
         report = self._clipper.clip_(
             self.params.tree(grads), params_tree, all_reduce, loss=loss, shared=self._shared
         )
-        return self.can_skip and self._decide_skip(optimizer, report, found_inf)
+        if not self.can_skip or report.skipped is None:
+            return False
+        return self._decide_skip(optimizer, report.skipped, found_inf)
 
     def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:
         """Warn if parameters have their gradients in ``main_grad``, as those of Megatron do."""
@@ -249,16 +253,13 @@ class GradientClipping:
             grad.div_(scale.to(grad.device))
 
     def _decide_skip(
-        self, optimizer: torch.optim.Optimizer, report: Report, found_inf: torch.Tensor | None
+        self, optimizer: torch.optim.Optimizer, skipped: Any, found_inf: torch.Tensor | None
     ) -> bool:
-        """Return whether the rule demands a skip; fused kernels get a flag, which the host need not
+        """Return whether a step must be stopped; fused kernels get a flag, which the host need not
         read.
         """
-        skipped: Any = report.skipped
-        if skipped is None:
-            return False
         fused = all(map(skips_by_flag, self.params.optimizers))
-        if not fused or BACKEND.readable(skipped):
+        if not fused or skipped is True or BACKEND.readable(skipped):
             return bool(skipped)
 
         # The kernel reads the flag where it runs, so the host waits for nothing.

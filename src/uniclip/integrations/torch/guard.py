@@ -211,7 +211,7 @@ def _watches(ids: set[int]) -> list[Guard]:
 
 def _check_unclipped(optimizer: torch.optim.Optimizer) -> None:
     """Do the same as `_check_step`, with a new look at the parameters of all rules."""
-    # A library may have replaced parameters, and groups may have been added on the fast path.
+    # A library may have replaced parameters, and steps on the spine do not look for new groups.
     for guard in set(_guards.values()):
         guard.look_again()
     unclipped = _unclipped_ids(optimizer)

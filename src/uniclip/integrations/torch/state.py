@@ -41,6 +41,11 @@ class RuleState:
         """Whether a state was loaded since the last step, perhaps with another optimizer."""
         self.follow_parameters()
 
+    @property
+    def needs_check(self) -> bool:
+        """Whether the next step must look at the state: one was loaded, or is missing."""
+        return self._warns_next or self._is_loaded
+
     def reset(self) -> None:
         """Begin with the state before the first step."""
         params = self.follow_parameters()

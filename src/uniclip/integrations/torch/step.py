@@ -56,8 +56,8 @@ class Steps:
         """
         self._uncalled: object = None
         """The closure of a step, until the step calls it."""
-        self._took_fast_path = False
-        """Whether the step that runs was clipped on the fast path, which needs no cleanup."""
+        self._is_clean = False
+        """Whether the step that runs has set nothing to clean up, as most on the spine."""
         self._guard = Guard(clipping.params, clipping.rule)
 
     def __repr__(self) -> str:
@@ -112,8 +112,8 @@ class Steps:
         finally:
             guard.close()
             guard.is_running = False
-            if self._took_fast_path:
-                self._took_fast_path = False
+            if self._is_clean:
+                self._is_clean = False
             else:
                 self._clean_up()
 
@@ -145,24 +145,29 @@ class Steps:
         if guard.is_open or not guard.is_running:
             return None
 
-        changed = None
-        is_plain = len(args) == 1 and not kwargs and self.loss is None
         # During backward gradients may be missing.
-        if is_plain and _backward_number() == -1 and self._clipping.clip_on_fast_path(optimizer):
-            self._took_fast_path = True
-        else:
+        stops = None
+        if len(args) == 1 and not kwargs and _backward_number() == -1:
+            stops = self._clipping.clip_on_spine(optimizer, self.loss)
+        changed = None
+        if stops is None:
             changed = self._clip_generally(optimizer, args, kwargs)
+            stops = self._is_skipped
+        else:
+            self.loss = None
+            # Kernels that skip by a flag need it until the step ends.
+            self._is_clean = self._clipping.skip.flag is None
 
         # The gradients are clipped, or will be in the closure.
         guard.open()
-        if self._is_skipped:
+        if stops:
             raise SkippedStep(None)
         return changed
 
     def _clip_generally(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Changed:
-        """Clip before a step that does not take the fast path."""
+        """Clip before a step on the general path, or whose closure computes the gradients."""
         # An optimizer may have arguments of its own before the closure.
         closure = next(filter(callable, [kwargs.get("closure"), *args[1:]]), None)
         # The first step of a round has clipped these gradients, or found that all are skipped.
@@ -216,7 +221,12 @@ class Steps:
         closure_loss = closure()
         self._guard.open()
 
-        self._clip(optimizer, loss if closure_loss is None else closure_loss)
+        loss = loss if closure_loss is None else closure_loss
+        stops = self._clipping.clip_on_spine(optimizer, loss)
+        if stops is None:
+            self._clip(optimizer, loss)
+        else:
+            self._is_skipped = stops
         self._clipping.skip.stop_or_hide(
             self._params.tensors(), closure_loss, skip=self._is_skipped
         )

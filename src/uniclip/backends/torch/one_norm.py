@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""PyTorch fast path: dense gradients on one device, float32 or lower precision,
-with minimal call overhead.
+"""One norm in PyTorch: dense gradients on one device, with minimal call overhead.
 
 In a training step code and data are not in the processor's cache, and each other library that is
 called costs 5 to 10 µs, so it uses PyTorch alone. Nothing is kept from step to step, since any
@@ -23,20 +22,23 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, FastResult, fast_numbers, fill_places
+from uniclip.backends.base import FITS, FITS_FLOAT64, PIECE, Backend, OneNorm
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import in_forward_mode, tracing
 
 # Globals are looked up faster than attributes of modules.
 _FLOAT32 = torch.float32
+_FLOAT64 = torch.float64
 _STRIDED = torch.strided
 _CPU = torch.device("cpu")
 
 _HALVES = {torch.bfloat16, torch.float16}
 _SINGLE = {_FLOAT32, *_HALVES}
-_SMALLEST_NORM, _LARGEST_NORM = map(sqrt, FITS)
+_SINGLE_RANGE = tuple(map(sqrt, FITS))
 """Between them the squares of float32 numbers neither overflow nor underflow."""
+_DOUBLE_RANGE = tuple(map(sqrt, FITS_FLOAT64))
+"""The same for float64 numbers."""
 _ROW = 256
 """The number of squares that are added in a row: so few are accurate even if equal,
 and rows are read at memory speed.
@@ -51,96 +53,97 @@ _PARAMETERS = {torch.nn.Parameter}
 
 
 def gradients_of(params: list[Tensor]) -> list[Tensor | None] | None:
-    """Return the gradients of parameters for the fast path, ``None`` if one is of another class."""
+    """Return the gradients of parameters for the spine, ``None`` if one is of another class."""
     if set(map(type, params)) != _PARAMETERS:
         return None
     return [param.grad for param in params]
 
 
-def fast_path(leaves: list[Tensor | None], limit: float, *, in_place: bool) -> FastResult | None:
-    """Measure and scale; see `uniclip.backends.base.Backend.fast_path`."""
+def one_norm(
+    backend: Backend[Tensor], leaves: list[Tensor | None], *, in_place: bool
+) -> OneNorm | None:
+    """Return the norm of all leaves; see `uniclip.backends.base.Backend.one_norm`.
+
+    It is a method of the backend.
+    """
     if tracing() or in_forward_mode():
         return None
     arrays = [leaf for leaf in leaves if leaf is not None]
-    if not arrays or type(arrays[0]) is not Tensor:
+    if type(arrays[0]) is not Tensor:
         return None
-    if not arrays[0].is_cpu:
-        return _fast_path_on_device(leaves, arrays, limit, in_place=in_place)
+    if arrays[0].is_cpu:
+        norm = norm_of(arrays)
+        if norm is None:
+            return None
+        dtype = np.float64 if arrays[0].dtype is _FLOAT64 else np.float32
+        return OneNorm((backend, _CPU, dtype), arrays, float(dtype(norm)))
 
-    measured = norm_of(arrays)
-    if measured is None:
-        return None
-    numbers = fast_numbers(measured, limit)
-    if numbers is None:
-        return None
-    norm, limit, factor = numbers
-    # Nothing is written within the limit, so overlaps are checked only after this.
-    if factor == 1:
-        return FastResult(norm, limit, factor, leaves, _CPU)
-
-    if in_place and not are_separate_blocks(arrays):
-        return None
-    scaled = _scale_on_cpu(leaves, arrays, factor, in_place=in_place)
-    if scaled is None:
-        return None
-    return FastResult(norm, limit, factor, scaled, _CPU)
-
-
-def _fast_path_on_device(
-    leaves: list[Tensor | None], arrays: list[Tensor], limit: float, *, in_place: bool
-) -> FastResult | None:
-    """Measure and scale on an accelerator, where the host reads nothing.
-
-    In float64 no square is out of range.
-    """
     device = arrays[0].device
-    if device.type not in ACCELERATORS or not 0 < limit <= FLOAT32_MAX:
-        return None
-    if not _are_regular(arrays):
+    if device.type not in ACCELERATORS or not _are_regular(arrays):
         return None
     if not all([array.dtype in _SINGLE and array.device == device for array in arrays]):
         return None
     if not (are_separate_blocks(arrays) if in_place else are_dense(arrays)):
         return None
+    return OneNorm((backend, device, np.float32), arrays)
 
-    # The norm is compared in float32, and the reported limit has to be the same number.
-    limit = float(np.float32(limit))
-    kernels = kernels_on(device)
+
+def scale_all(arrays: list[Tensor], factor: float, *, in_place: bool) -> list[Tensor] | None:
+    """Multiply on the CPU; see `uniclip.backends.base.Backend.scale_all`."""
+    # Nothing is written within the limit, so overlaps are checked only now.
+    if in_place and not are_separate_blocks(arrays):
+        return None
+
+    # A 0-d tensor takes half the time of a number. A float32 one would be rounded to half precision
+    # before the product.
+    dtype = arrays[0].dtype
+    if dtype in _HALVES or not all([array.dtype is dtype for array in arrays]):
+        # A 0-d product would get the dtype of the factor.
+        if not all([array.ndim for array in arrays]):
+            return None
+        dtype = _FLOAT64
+    scale = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
+
+    if in_place:
+        torch._foreach_mul_(arrays, scale)
+        return arrays
+    return list(torch._foreach_mul(arrays, scale))
+
+
+def clip_at_once(
+    arrays: list[Tensor], limit: float, *, in_place: bool
+) -> tuple[list[Tensor], Tensor, Tensor] | None:
+    """Clip on an accelerator; see `uniclip.backends.base.Backend.clip_at_once`.
+
+    In float64 no square is out of range.
+    """
+    kernels = kernels_on(arrays[0].device)
     clipped = None if kernels is None else kernels.clip(arrays, limit, in_place=in_place)
     if clipped is not None:
         norm, factor, new = clipped
-        scaled = leaves if in_place else fill_places(leaves, new)
-        return FastResult(norm, limit, factor, scaled, device)
+        return arrays if in_place else new, norm, factor
 
-    return _clip_by_foreach(leaves, arrays, limit, in_place=in_place)
-
-
-def _clip_by_foreach(
-    leaves: list[Tensor | None], arrays: list[Tensor], limit: float, *, in_place: bool
-) -> FastResult | None:
-    """Measure and scale on an accelerator by PyTorch's functions of lists."""
-    device = arrays[0].device
     groups = list(by_dtype(arrays).values())
-    norm, factor = _norm_and_factor(groups, limit)
-    if in_place:
-        for group in groups:
-            torch._foreach_mul_(group, factor)
-        return FastResult(norm, limit, factor, leaves, device)
-
     # 0-d products would have the dtype of the factor.
-    if len(groups) > 1:
-        return None
-    if arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays]):
-        return None
-    scaled = fill_places(leaves, torch._foreach_mul(arrays, factor))
-    return FastResult(norm, limit, factor, scaled, device)
+    if not in_place:
+        if len(groups) > 1:
+            return None
+        if arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays]):
+            return None
+
+    norm, factor = _norm_and_factor(groups, limit)
+    if not in_place:
+        return list(torch._foreach_mul(arrays, factor)), norm, factor
+    for group in groups:
+        torch._foreach_mul_(group, factor)
+    return arrays, norm, factor
 
 
 def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, Tensor]:
     """Return the joint norm of tensors on an accelerator, and the factor, both 0-d and float32."""
     norms: list[Tensor] = []
     for group in groups:
-        norms += torch._foreach_norm(group, 2, dtype=torch.float64)
+        norms += torch._foreach_norm(group, 2, dtype=_FLOAT64)
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
     # The ratio is exactly 1 within the limit. A number divided by a tensor would be two kernels.
@@ -208,49 +211,29 @@ def _clamp(group: list[Tensor], low: float, high: float, *, in_place: bool) -> l
 
 
 def norm_of(arrays: Sequence[Tensor]) -> float | None:
-    """Return the joint norm of dense CPU tensors, float32 or lower precision.
+    """Return the joint norm of dense CPU tensors, all float64 or none.
 
     ``None`` for other tensors, or if the norm is out of range.
     """
-    pieces = _pieces_of(arrays) if _are_regular(arrays) else None
+    is_double = arrays[0].dtype is _FLOAT64
+    pieces = _pieces_of(arrays, double=is_double) if _are_regular(arrays) else None
     if pieces is None:
         return None
 
     # All are copied into one vector, and added in float64.
     flat = torch._C._nn.flatten_dense_tensors(pieces)
-    norm: float = vector_norm(flat, 2, None, False, dtype=torch.float64).item()
+    norm: float = vector_norm(flat, 2, None, False, dtype=_FLOAT64).item()
     if norm == 0:
-        # Short leaves are added in float64, so they are 0; the squares of a row may underflow.
-        long = [array for array in arrays if array.numel() >= _LONG]
-        return norm if all([_is_zero(array) for array in long]) else None
+        # The squares of a row may underflow. Short float32 leaves are added in float64, so they
+        # are 0.
+        doubtful = arrays
+        if not is_double:
+            doubtful = [array for array in arrays if array.numel() >= _LONG]
+        return norm if all([_is_zero(array) for array in doubtful]) else None
 
     # NaN is out of range, too.
-    return norm if _SMALLEST_NORM < norm < _LARGEST_NORM else None
-
-
-def _scale_on_cpu(
-    leaves: list[Tensor | None], arrays: list[Tensor], factor: float, *, in_place: bool
-) -> list[Tensor | None] | None:
-    """Return the leaves with the arrays among them multiplied by a factor.
-
-    ``None`` if a product would get the dtype of the factor.
-    """
-    # A 0-d tensor takes half the time of a number. A float32 one would be rounded to half precision
-    # before the product.
-    dtype = _FLOAT32
-    if not all([array.dtype is _FLOAT32 for array in arrays]):
-        if not all([array.ndim for array in arrays]):
-            return None
-        dtype = torch.float64
-    scale = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
-
-    if in_place:
-        torch._foreach_mul_(arrays, scale)
-        return leaves
-    new = torch._foreach_mul(arrays, scale)
-    if len(arrays) == len(leaves):
-        return list(new)
-    return fill_places(leaves, new)
+    smallest, largest = _DOUBLE_RANGE if is_double else _SINGLE_RANGE
+    return norm if smallest < norm < largest else None
 
 
 def _are_regular(arrays: Sequence[Tensor]) -> bool:
@@ -266,32 +249,33 @@ def _are_regular(arrays: Sequence[Tensor]) -> bool:
     return True
 
 
-def _pieces_of(arrays: Sequence[Tensor]) -> list[Tensor] | None:
+def _pieces_of(arrays: Sequence[Tensor], *, double: bool) -> list[Tensor] | None:
     """Return tensors with the same joint norm: short leaves as they are,
     and norms of the rows of long ones.
 
-    ``None`` if a leaf is not float32 or lower precision on the CPU, or a long one has gaps.
+    ``None`` if a leaf is not on the CPU, or of another precision, or a long one has gaps.
     """
+    full = _FLOAT64 if double else _FLOAT32
     pieces = []
     for array in arrays:
-        is_float32 = array.dtype is _FLOAT32
-        if not array.is_cpu or not (is_float32 or array.dtype in _HALVES):
+        is_full = array.dtype is full
+        if not array.is_cpu or not (is_full or (array.dtype in _HALVES and not double)):
             return None
         size = array.numel()
         if size < _LONG:
-            pieces.append(array if is_float32 else array.float())
+            pieces.append(array if is_full else array.float())
             continue
 
         ordered = array if array.is_contiguous() else in_memory_order(array)
         if not ordered.is_contiguous():
             return None
-        if size % _ROW == 0 and is_float32:
+        if size % _ROW == 0 and is_full:
             pieces.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
             continue
 
         # Half precision is converted piece by piece, to bound the memory of the copies.
         flat = ordered.view(-1)
-        if is_float32:
+        if is_full:
             pieces += _norms_of_rows(flat)
             continue
         for piece in flat.split(PIECE):

@@ -1,4 +1,4 @@
-"""Drawn cases in PyTorch's fast path, and on an earlier package that had none.
+"""Drawn cases by a constant limit on the spine in PyTorch, and on an earlier package without one.
 
 The file is collected by ``tox -e old`` only.
 """
@@ -151,15 +151,11 @@ def outcome(
 
 
 def taken() -> tuple[list[bool], Any]:
-    """Return a list of whether the fast path took each case, and a profiler that fills it."""
+    """Return a list of whether the spine took each case, and a profiler that fills it."""
     found: list[bool] = []
 
     def listen(frame: Any, event: str, arg: Any) -> None:
-        if (
-            event == "return"
-            and frame.f_code.co_name == "fast_path"
-            and "fast_path" in frame.f_code.co_filename
-        ):
+        if event == "return" and frame.f_code.co_name == "run_spine":
             found.append(arg is not None)
 
     return found, listen
@@ -167,10 +163,10 @@ def taken() -> tuple[list[bool], Any]:
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("way", ["clip", "clip_", "drop-in", "attach"])
-def test_fast_path(way: str, old: ModuleType) -> None:
+def test_spine(way: str, old: ModuleType) -> None:
     """Leaves, errors, identities and strides equal the old ones, and values up to rounding.
 
-    The fast path takes half of the cases.
+    The spine takes half of the cases.
     """
     import torch
 
