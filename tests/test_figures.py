@@ -389,7 +389,11 @@ README = [
     Stated(
         "README.md",
         "share one step of {} lines.",
-        lambda: [hundreds(count_lines(SOURCE / "_core" / "step.py"))],
+        lambda: [
+            hundreds(
+                sum(count_lines(SOURCE / "_core" / f"{name}.py") for name in ("spine", "step"))
+            )
+        ],
     ),
     Stated("README.md", "with Python {} or later", lambda: [pythons()[0]]),
     Stated(
