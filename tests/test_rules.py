@@ -861,6 +861,29 @@ def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
             )
 
 
+SHORT = {
+    "equal": lambda rng, shape: np.full(shape, 0.1),
+    "random": lambda rng, shape: rng.standard_normal(shape),
+    "zeros": lambda rng, shape: np.zeros(shape),
+    "tiny": lambda rng, shape: rng.standard_normal(shape) * 1e-30,
+    "huge": lambda rng, shape: rng.standard_normal(shape) * 1e25,
+    "one of many": lambda rng, shape: np.eye(*shape, k=7) * 3e4,
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_short_leaves(framework: Framework, dtype: str, name: str) -> None:
+    """The joint norm of leaves that are short, but many, is as accurate as that of a long one."""
+    if dtype not in framework.dtypes:
+        return
+    rng = np.random.default_rng(0)
+    grads = [framework.array(SHORT[name](rng, (100, 41)), dtype) for _ in range(11)]
+    exact = np.concatenate([framework.numpy(grad).astype(np.float64).ravel() for grad in grads])
+    wanted = np.sqrt(np.sum(exact.astype(np.longdouble) ** 2)).astype(np.float64)
+    np.testing.assert_allclose(float(uc.global_norm(grads)), wanted, rtol=5e-7)
+
+
 @pytest.mark.needs("torch")
 def test_one_norm_has_one_value() -> None:
     """The norm of the same gradients has the same bits for any limit, function, or write."""

@@ -45,6 +45,8 @@ and rows are read at memory speed.
 """
 _LONG = 2**13
 """The number of elements from which norms of rows take less time than a copy."""
+_MANY = 2**15
+"""The same for a vector that is a copy already."""
 ACCELERATORS = {"cuda", "xpu"}
 """The types of devices with float64 whose memory has addresses."""
 _MAX_FILLED = 256
@@ -222,12 +224,17 @@ def norm_of(arrays: Sequence[Tensor]) -> float | None:
 
     # All are copied into one vector, and added in float64.
     flat = torch._C._nn.flatten_dense_tensors(pieces)
+    # Many short leaves, none of which is in rows yet, take less time in rows.
+    in_rows = not is_double and flat.numel() >= _MANY
+    in_rows = in_rows and flat.numel() == sum([array.numel() for array in arrays])
+    if in_rows:
+        flat = torch._C._nn.flatten_dense_tensors(_norms_of_rows(flat))
     norm: float = vector_norm(flat, 2, None, False, dtype=_FLOAT64).item()
     if norm == 0:
         # The squares of a row may underflow. Short float32 leaves are added in float64, so they
         # are 0.
         doubtful = arrays
-        if not is_double:
+        if not (is_double or in_rows):
             doubtful = [array for array in arrays if array.numel() >= _LONG]
         return norm if all([_is_zero(array) for array in doubtful]) else None
 
