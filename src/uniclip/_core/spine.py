@@ -145,25 +145,23 @@ def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
     if measured.norm is None:
         if not _runs_unread(rule, limit):
             return None
-        clipped = _clip_at_once(rule, measured, limit, in_place=step.in_place)
-        if clipped is not None:
-            arrays, at_once = clipped
-            new_leaves = leaves if step.in_place else fill_places(leaves, arrays)
-            return new_leaves, at_once._replace(state=state)
+        at_once = _clip_at_once(rule, measured, leaves, step, limit)
+        if at_once is not None:
+            clipped, decision = at_once
+            return clipped, decision._replace(state=state)
         measured = measured._replace(norm=_norms_on_device(measured))
 
-    if rule.links:
-        decision = _decide_chain(rule, measured, state)
-    else:
-        decision = _decide(rule, measured, state, limit)
-    if decision is None:
-        return None
-    scaled = _scale(rule, measured, decision.factor, in_place=step.in_place)
-    if scaled is None:
+    decide_all = _decide_chain if rule.links else _decide
+    decided = decide_all(rule, measured, state, limit)
+    if decided is None:
         return None
     # Most steps are within the limit.
-    unchanged = step.in_place or scaled is measured.arrays
-    return leaves if unchanged else fill_places(leaves, scaled), decision
+    if type(decided.factor) is float and decided.factor == 1:
+        return leaves, decided
+    scaled = _scale(rule, measured, decided.factor, in_place=step.in_place)
+    if scaled is None:
+        return None
+    return leaves if step.in_place else fill_places(leaves, scaled), decided
 
 
 def _measure(leaves: list[Any], step: Step) -> OneNorm | None:
@@ -205,7 +203,7 @@ def _convert_loss(measured: OneNorm, loss: Any) -> Any:
         return convert_loss(math_, loss, first)
 
 
-def _decide_chain(rule: Any, measured: OneNorm, state: Any) -> Decision | None:
+def _decide_chain(rule: Any, measured: OneNorm, state: Any, _: Any) -> Decision | None:
     """Decide by the rules of a chain, each given the norm after those before it."""
     fits = isinstance(state, (tuple, list)) and len(state) == len(rule.links)
     if rule.stateful and not fits:
@@ -395,9 +393,9 @@ def _runs_unread(rule: Any, limit: Any) -> bool:
 
 
 def _clip_at_once(
-    rule: Any, measured: OneNorm, limit: Any, *, in_place: bool
+    rule: Any, measured: OneNorm, leaves: list[Any], step: Step, limit: Any
 ) -> tuple[list[Any], Decision] | None:
-    """Clip arrays by a constant limit; ``None`` if the backend is not faster than in parts.
+    """Clip leaves by a constant limit; ``None`` if the backend is not faster than in parts.
 
     The caller sets the state.
     """
@@ -409,13 +407,14 @@ def _clip_at_once(
     # The norm is compared in float32, and the reported limit has to be the same number.
     limit = float(np.float32(limit))
     place = measured.place
-    clipped = place[0].clip_at_once(measured.arrays, limit, in_place=in_place)
+    clipped = place[0].clip_at_once(measured.arrays, limit, in_place=step.in_place)
     if clipped is None:
         return None
 
     arrays, norm, factor = clipped
     values = partial(_values_on_device, place, norm, limit, factor)
-    return arrays, Decision(place, norm, factor, skipped=False, state=None, values=values)
+    new_leaves = leaves if step.in_place else fill_places(leaves, arrays)
+    return new_leaves, Decision(place, norm, factor, skipped=False, state=None, values=values)
 
 
 def _norms_on_device(measured: OneNorm) -> tuple[Any, Any]:
