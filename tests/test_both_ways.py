@@ -314,6 +314,17 @@ def test_trainings(part: int) -> None:
         compare(numbers(Framework(), ours), numbers(Framework(), theirs), 1e-4, f"training {seed}:")
 
 
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
+def test_a_loss_that_no_limit_uses(framework: Framework) -> None:
+    """A loss is converted only for rules that use it; it is validated for all."""
+    grads = [framework.array([3.0, 4.0])]
+    clipper = uc.Clipper(uc.by_global_norm(1.0))
+    clipper(grads)
+    assert not is_general(lambda: clipper(grads, loss=np.float32(2.0)))
+    with pytest.raises(TypeError, match="loss"):
+        clipper(grads, loss="2")
+
+
 def test_a_foreign_byte_order() -> None:
     """Gradients in another byte order keep it."""
     grads = [np.asarray([3.0, 4.0], ">f4"), np.asarray([12.0], ">f4")]

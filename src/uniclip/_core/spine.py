@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._core.apply import Apply, StepResult, scale_leaves
+from uniclip._core.collectives import Loss
 from uniclip._core.measure import Measured, StepInputs, convert_loss
 from uniclip._core.plan import PLAN_CACHE_SIZE, Plan, plan_of_one_norm
 from uniclip._core.step import decide, run_general_step, state_where
@@ -137,7 +138,7 @@ def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
     """
     if not rule.on_spine or (state is None and rule.stateful):
         return None
-    measured = _measure(leaves, step)
+    measured = _measure(rule, leaves, step)
     if measured is None:
         return None
 
@@ -164,8 +165,8 @@ def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
     return leaves if step.in_place else fill_places(leaves, scaled), decided
 
 
-def _measure(leaves: list[Any], step: Step) -> OneNorm | None:
-    """Return the norm of leaves, with the loss of the step beside it."""
+def _measure(rule: Any, leaves: list[Any], step: Step) -> OneNorm | None:
+    """Return the norm of leaves, with the loss of the step beside it if the rule uses one."""
     # Only the general path validates and uses these arguments.
     if step.params is not None or step.all_reduce is not None:
         return None
@@ -183,12 +184,19 @@ def _measure(leaves: list[Any], step: Step) -> OneNorm | None:
     measured = backend.one_norm(leaves, in_place=step.in_place)
     if measured is None or step.loss is None:
         return measured
-    loss = _convert_loss(measured, step.loss)
-    return None if loss is None else measured._replace(loss=loss)
+    return _with_loss(rule, measured, step.loss)
 
 
-def _convert_loss(measured: OneNorm, loss: Any) -> Any:
-    """Return a loss where the norm is; ``None`` if only the general path can take it there."""
+def _with_loss(rule: Any, measured: OneNorm, loss: Any) -> OneNorm | None:
+    """Return the norm with a loss, if the rule uses one, where the norm is.
+
+    ``None`` if only the general path can take the loss there.
+    """
+    uses_loss = any(["loss" in link.limit.needs for link in rule.links or (rule,)])
+    if not (uses_loss or isinstance(loss, Loss)):
+        check_step_arguments(loss)
+        return measured
+
     backend = measured.place[0]
     on_host = measured.norm is not None
     if type(loss) not in _NUMBERS:
@@ -200,7 +208,7 @@ def _convert_loss(measured: OneNorm, loss: Any) -> Any:
     math_ = _plan_at(measured.place, HOST if on_host else LIBRARY).math
     first = measured.arrays[0]
     with backend.computation_context(first):
-        return convert_loss(math_, loss, first)
+        return measured._replace(loss=convert_loss(math_, loss, first))
 
 
 def _decide_chain(rule: Any, measured: OneNorm, state: Any, _: Any) -> Decision | None:
@@ -367,7 +375,8 @@ def _decide_by_arrays(rule: Choices, measured: OneNorm, state: Any, limit: Any) 
 
 def _scale(rule: Any, measured: OneNorm, factor: Any, *, in_place: bool) -> list[Any] | None:
     """Return arrays times a factor; ``None``, with nothing written, if the backend cannot."""
-    (backend, _, dtype), arrays, *_ = measured
+    backend, _, dtype = measured.place
+    arrays = measured.arrays
     if type(factor) is float:
         rounded = float(dtype(factor))
         return arrays if rounded == 1 else backend.scale_all(arrays, rounded, in_place=in_place)
@@ -455,8 +464,9 @@ def _values_of(
         largest = min(np.asarray(threshold).item(), LARGEST[dtype])
         thresholds = [np.array([largest], dtype)]
     skipped = None
-    if rule.nonfinite == "skip" or rejects(rule.curve):
-        skipped = np.asarray(numbers[2] == 0 and rejects(rule.curve))
+    may_reject = rejects(rule.curve)
+    if rule.nonfinite == "skip" or may_reject:
+        skipped = np.asarray(numbers[2] == 0 and may_reject)
     return StepValues(_plan_at(place), norms, limits, factors, thresholds, None, skipped)
 
 
