@@ -210,6 +210,7 @@ def plain(dtype: Any = torch.float32, by: float = 1.0) -> list[Any]:
 
 SHARDED = lambda rows=True: meshed((2,), Shard(0), rows=rows)
 TWICE = lambda: meshed((2, 2), Replicate(), Shard(0))
+DECIDES = {"zero", "skip"}
 SKIPS = uc.by_norm(0.3, axis=-1, nonfinite="skip")
 COUNTED: dict[str, tuple[Callable[[], list[Any]], Any, int, int]] = {
     **{f"a group: {name}": (plain, rule, 2, 1) for name, rule in PLACED.items() if name != "zero"},
@@ -232,12 +233,18 @@ COUNTED: dict[str, tuple[Callable[[], list[Any]], Any, int, int]] = {
     "FSDP2: columns": (SHARDED, uc.by_norm(0.3, axis=0), 1, 1),
     "FSDP2: learns": (SHARDED, uc.autoclip(50, window=4), 1, 1),
     "FSDP2: loss": (SHARDED, uc.skip_spikes(), 1, 1),
-    **{f"two dimensions: {name}": (TWICE, rule, 2, 2) for name, rule in PLACED.items()},
+    # Replicas reduce by themselves, unless they have to decide alike.
+    **{
+        f"two dimensions: {name}": (TWICE, rule, *(2 if name in DECIDES else 1,) * 2)
+        for name, rule in PLACED.items()
+    },
+    "two dimensions: learns": (TWICE, uc.autoclip(50, window=4), 2, 2),
+    "two dimensions: rejects": (TWICE, uc.skip_spikes(), 2, 2),
     "two meshes and a plain one": (
         lambda: [*meshed((4,), Shard(0)), *TWICE(), *plain()],
         PLACED["global"],
-        3,
-        3,
+        2,
+        2,
     ),
 }
 """Gradients, a rule, and the number of collectives of its first step and of later steps."""

@@ -77,7 +77,7 @@ def scale_leaves(
         for number, array in zip(changed, scaled, strict=True):
             arrays[number] = array
 
-    if not tree.wrapped:
+    if not (tree.wrapped or tree.shards):
         return arrays
     return tree.restore_leaves(arrays)
 
@@ -141,9 +141,7 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     """
     backend = tree.backend
     wrapped = tree.wrapped
-    targets = list(tree.leaves)
-    for number, leaf in wrapped.items():
-        targets[number] = leaf.array
+    targets = list(tree.opened)
     zeroed = [n for n in tree.leaf_info.present if targets[n] is not tree.arrays[n]]
     if not (numbers or zeroed):
         return

@@ -30,12 +30,13 @@ from uniclip.backends import backend_by
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import (
     NUMPY,
+    RECORDED,
+    TRACED,
     Backend,
     Op,
     Reduce,
     Terms,
     cast,
-    in_groups,
     kept_lengths,
     op_of,
     take,
@@ -238,13 +239,13 @@ class Collectives:
     def __init__(
         self,
         plan: Plan,
-        tree: OpenedTree,
+        rule: Choices,
+        trees: Sequence[OpenedTree],
         reduction: Reduction | None,
-        shards: Sequence[dict[int, Shard]],
     ) -> None:
         self._plan = plan
         self.reduction = reduction
-        self.replicas = None if reduction is None else _replicas_of(plan, tree, reduction)
+        self.replicas = None if reduction is None else _replicas_of(plan, trees[0], reduction)
         """How many processes hold each leaf, 0 if they have not been counted.
 
         ``None`` if no leaf has replicas.
@@ -256,24 +257,29 @@ class Collectives:
             )
             raise TypeError(msg)
 
-        self._shard_groups: list[list[Any]] = []
-        """For each leaf of the gradients, and of the parameters, the processes over which its norms
-        are reduced.
-        """
         self.norms_sharded = False
         """Whether each process has norms of its own, because an axis that norms keep is sharded."""
-        for by_leaf in shards:
-            of_leaves = [(by_leaf.get(number), axes) for number, axes in enumerate(plan.axes)]
-            self._shard_groups.append([s and s.shard_groups(axes) for s, axes in of_leaves])
-            self.norms_sharded |= any([s is not None and s.divided(axes) for s, axes in of_leaves])
+        for tree in trees:
+            for number, shard in tree.shards.items():
+                self.norms_sharded |= shard.divided(plan.axes[number]) is not None
 
-        self.mesh_groups = _cover_meshes(shards, compiled=plan.math.compiled)
+        self.mesh_groups = _cover_meshes(trees, compiled=plan.math.compiled)
         """As few groups of processes as cover all that hold shards.
 
         They reduce what belongs to no leaf, such as losses.
         """
-        self._groups = _distinct([*self._shard_groups, self.mesh_groups])
-        """All groups of processes, in the same order in each process, or they would deadlock."""
+        self._parts = [_parts_of(plan, tree) for tree in trees] if self.mesh_groups else []
+        # Replicas that are reduced by themselves may differ in the last bit. Where a rule decides
+        # more than a factor, all processes have to decide alike, so all reduce every sum.
+        self._everywhere: list[Any] = []
+        if rule.decides and not (self.norms_sharded or self._has_derivatives):
+            self._everywhere = _groups_of_meshes(trees)
+        self._shard_sums: dict[Hashable, ShardSums] = {}
+
+    @property
+    def _has_derivatives(self) -> bool:
+        """Whether sums may have derivatives. In these replicas count once."""
+        return self._plan.math.mode in {RECORDED, TRACED}
 
     def reduce_sums(
         self, trees: Sequence[OpenedTree], terms: Sequence[Terms], payload: Payload
@@ -281,7 +287,7 @@ class Collectives:
         """Return the sums of each norm, an array for each block of each tree, and the payload,
         reduced over all processes.
         """
-        if self._groups:
+        if self.mesh_groups:
             blocks, payload = self._over_shards(trees, terms, payload)
         else:
             blocks = []
@@ -294,21 +300,26 @@ class Collectives:
         arrays = reduce_payload(self._plan.math, [*blocks, *payload.arrays], op, self.reduction)
         return arrays[: len(blocks)], payload.fill(arrays[len(blocks) :])
 
-    def weigher(self, tree: OpenedTree, p: float) -> Callable[[list[Any]], list[Any]] | None:
-        """Return a function of the sums of a tree's leaves by which replicas count once.
+    def weigher(
+        self, tree: OpenedTree, p: float, order: Sequence[int] | None = None
+    ) -> Callable[[list[Any]], list[Any]] | None:
+        """Return a function of the sums of leaves, in the order of the plan or in another one, by
+        which replicas count once.
 
-        ``None`` if no leaf has replicas or shards.
+        ``None`` if no leaf has replicas.
         """
-        if self.replicas is None and not tree.shards:
+        shards = tree.shards if self._has_derivatives else {}
+        if self.replicas is None and not shards:
             return None
-        return partial(self._weigh, tree, p)
+        return partial(self._weigh, shards, p, self._plan.order if order is None else order)
 
-    def _weigh(self, tree: OpenedTree, p: float, sums: list[Any]) -> list[Any]:
+    def _weigh(
+        self, shards: dict[int, Shard], p: float, order: Sequence[int], sums: list[Any]
+    ) -> list[Any]:
         """Return the sums of leaves, divided by the number of their replicas."""
         # `Shard.weigh_derivative` changes only the derivative of a sum; its value is divided below.
-        shards = tree.shards
         weighed = []
-        for number, total in zip(self._plan.order, sums, strict=True):
+        for number, total in zip(order, sums, strict=True):
             replicas = 1 if self.replicas is None else self.replicas[number]
             value = total
             shard = shards.get(number)
@@ -327,86 +338,35 @@ class Collectives:
         """Return the sums of each block of each tree, and the payload, reduced over the processes
         that hold the shards of each leaf.
         """
-        plan = self._plan
+        math_ = self._plan.math
         op = op_of(terms[0].p) if terms else "sum"
-        sums = list(map(self._sums_of_leaves, trees, terms))
-        sources: list[OpenedTree | None] = list(trees)
-        if payload.present is not None:
-            # Gradients are counted as a further tree, `None`, whose leaves have the sum 1.
-            sums.append(dict.fromkeys(plan.places, np.ones(())))
-            sources.append(None)
-
-        # Each leaf is reduced over the processes that hold its shards, each group in one payload.
-        # Which norms form a block may differ from process to process, the order of leaves does not.
-        norms = sorted(enumerate(plan.members), key=lambda norm: norm[1][:1])
-        # What is added to each norm: those of the first tree, then those of the next.
-        addends: list[list[Any]] = [[] for _ in range(len(norms) * len(sums))]
+        shard_sums = self._shard_sums_of(trees, counts=payload.present is not None)
+        vector, own = shard_sums.add_local(trees, terms, self.weigher)
         extras = Payload(payload.losses, payload.nonfinite_arrays)
-        # `None` is for leaves that are whole in this process.
-        for group in (None, *self._groups):
-            partial_sums = {}
-            for source, tree in enumerate(sources):
-                # The count is of the gradients, which are the first tree.
-                of_leaves = self._shard_groups[0 if tree is None else source]
-                for row, members in norms:
-                    numbers = [number for number in members if of_leaves[number] == group]
-                    addend = self._add_shards(sums[source], numbers, op)
-                    # A process whose gradient is absent takes part, or others would wait for it.
-                    if addend is None and numbers and group is not None:
-                        addend = self._zeros_of(tree, numbers[0])
-                    if addend is not None:
-                        partial_sums[source * len(norms) + row] = addend
+        for group in dict.fromkeys([*shard_sums.groups, *self.mesh_groups]):
+            sent = shard_sums.sent(vector, group)
+            if group in self.mesh_groups:
+                reduced = reduce_payload(math_, [*sent, *extras.arrays], op, group)
+                extras = extras.fill(reduced[len(sent) :])
+            else:
+                reduced = reduce_payload(math_, sent, op, group)
+            vector = shard_sums.put_back(vector, group, reduced[: len(sent)])
 
-            of_group, extras = self._reduce_within(group, partial_sums, extras, op)
-            for row, value in of_group.items():
-                addends[row].append(value)
-
-        # A norm may have leaves of several groups, and leaves that are whole in this process.
-        totals = [plan.math.add(of_norm, op) for of_norm in addends]
-        blocks = [plan.math.stack(list(b)) for b in in_groups(totals, plan.heights * len(sums))]
-        count = len(trees) * len(plan.blocks)
+        blocks = shard_sums.blocks(vector, own, op)
+        count = len(trees) * len(self._plan.blocks)
         if payload.present is not None:
             extras = extras._replace(present=blocks[count:])
         return blocks[:count], extras._replace(sizes=payload.sizes)
 
-    def _reduce_within(
-        self, group: ShardGroup | None, partial_sums: dict[int, Any], extras: Payload, op: Op
-    ) -> tuple[dict[int, Any], Payload]:
-        """Return sums reduced within a group of processes; as they are if the group is ``None``.
-
-        The groups that cover all meshes also reduce the extras, which belong to no leaf.
-        """
-        if group is None:
-            return partial_sums, extras
-        sent = list(partial_sums.values())
-        if group not in self.mesh_groups:
-            reduced = reduce_payload(self._plan.math, sent, op, group)
-            return dict(zip(partial_sums, reduced, strict=True)), extras
-
-        reduced = reduce_payload(self._plan.math, [*sent, *extras.arrays], op, group)
-        extras = extras.fill(reduced[len(sent) :])
-        return dict(zip(partial_sums, reduced[: len(sent)], strict=True)), extras
-
-    def _add_shards(self, sums: dict[int, Any], numbers: list[int], op: Op) -> Any:
-        """Return what this process adds to a norm of some leaves, ``None`` if nothing."""
-        addends = [sums[number] for number in numbers if number in sums]
-        return self._plan.math.add(addends, op) if addends else None
-
-    def _sums_of_leaves(self, tree: OpenedTree, terms: Terms) -> dict[int, Any]:
-        """Return the sums of each leaf, by its number."""
-        # The backend adds the arrays of each norm, so give each leaf a norm of its own.
-        plan = self._plan
-        heights = list(map(sum, terms.in_blocks(terms.counts)))
-        of_leaves = terms._replace(counts=[1] * len(terms.arrays), blocks=heights)
-        rows: list[Any] = []
-        for block in plan.math.sums(tree, of_leaves):
-            rows += plan.math.backend.unstack(block)
-        return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
-
-    def _zeros_of(self, tree: OpenedTree | None, number: int) -> Any:
-        """Return the sums of an absent shard of a distributed leaf, or of its gradients' count."""
-        lengths = () if tree is None else tree.shard(number).local
-        return self._plan.math.zeros(kept_lengths(lengths, self._plan.axes[number]))
+    def _shard_sums_of(self, trees: Sequence[OpenedTree], *, counts: bool) -> ShardSums:
+        """Return how the sums of some trees are reduced; it is made once for a plan."""
+        numbers = tuple([int(tree.name == "params") for tree in trees])
+        key = numbers, counts
+        if key not in self._shard_sums:
+            sources = take(self._parts, numbers)
+            counted = self._parts[0] if counts else []
+            self._shard_sums[key] = ShardSums(self._plan, sources, counted, self._everywhere)
+        return self._shard_sums[key]
 
     def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
         """Return flags, each true only if it is true in all processes.
@@ -443,6 +403,303 @@ class Collectives:
         library = self._plan.math.library
         number = library.detach(library.xp.astype(library.xp.asarray(loss), library.xp.float32))
         return [library.xp.reshape(number, ()), np.ones(())]
+
+
+class _Part(NamedTuple):
+    """The leaves of one norm whose shards are held by the same processes."""
+
+    block: int
+    row: int
+    groups: tuple[Any, ...]
+    """The processes over which it is reduced; empty for leaves that are whole in each process."""
+    leaves: tuple[int, ...]
+    """Its leaves, absent ones too."""
+    present: tuple[int, ...]
+    """Those that this process has."""
+    lengths: tuple[int, ...]
+    """The lengths of the axes that its norm keeps."""
+    source: int = 0
+    """The number of its tree. The numbers of gradients are one more tree."""
+    weight: int = 1
+    """How many processes of the groups have the same elements."""
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.lengths)
+
+    def reduced_over(self, groups: Sequence[Any]) -> _Part:
+        """Return the part reduced over more groups, whose processes have the same elements."""
+        if not self.groups:
+            return self
+        sizes = [group.size for group in groups if group not in self.groups]
+        return self._replace(groups=tuple(groups), weight=math.prod(sizes))
+
+
+def _parts_of(plan: Plan, tree: OpenedTree) -> list[_Part]:
+    """Return the parts of all norms, those with the same processes side by side in each block."""
+    # A derivative counts each replica, so all of them are reduced, see `Collectives._weigh`.
+    replicas = plan.math.mode in {RECORDED, TRACED}
+    norms = iter(plan.members)
+    parts: list[_Part] = []
+    for number, block in enumerate(plan.blocks):
+        of_block: dict[Any, list[_Part]] = {}
+        for row in range(len(block.groups)):
+            by_groups: dict[Any, list[int]] = {}
+            for leaf in next(norms):
+                shard = tree.shard(leaf)
+                groups = () if shard is None else shard.groups(plan.axes[leaf], replicas=replicas)
+                by_groups.setdefault(groups, []).append(leaf)
+
+            for groups, leaves in by_groups.items():
+                present = tuple([leaf for leaf in leaves if leaf in plan.places])
+                # A process whose gradient is absent takes part, or others would wait for it.
+                if present or groups:
+                    lengths = _kept_of(plan, tree, (*present, *leaves)[0])
+                    part = _Part(number, row, groups, tuple(leaves), present, lengths)
+                    of_block.setdefault(groups, []).append(part)
+
+        for of_groups in of_block.values():
+            parts += of_groups
+    return parts
+
+
+def _kept_of(plan: Plan, tree: OpenedTree, leaf: int) -> tuple[int, ...]:
+    """Return the lengths of the axes of a leaf that its norms keep, in this process."""
+    shard = tree.shard(leaf)
+    shape = tree.arrays[leaf].shape if shard is None else shard.local
+    return tuple(kept_lengths(shape, plan.axes[leaf]))
+
+
+class ShardSums:
+    """How sums are added over the processes that hold the shards of some trees.
+
+    Each process adds up its own shards. The sums of all parts form one vector, of which each group
+    of processes reduces those elements that belong to it, in the order of leaves, since that is the
+    same in all processes. Elements are found by arrays of indices, which are made once.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[list[_Part]],
+        counted: list[_Part],
+        everywhere: Sequence[Any],
+    ) -> None:
+        self._plan = plan
+        # Gradients are counted as if they were one more tree with the sum 1 for each leaf.
+        counts = len(sources)
+        parts = [part._replace(source=n) for n, of_tree in enumerate(sources) for part in of_tree]
+        parts += [part._replace(source=counts, lengths=()) for part in counted]
+        if everywhere:
+            parts = [part.reduced_over(everywhere) for part in parts]
+        self.groups = _distinct([part.groups for part in parts])
+        """All groups of processes, in the same order in each process, or they would deadlock."""
+
+        # Most norms along axes belong to one process. They stay out of the vector.
+        self._orders = [
+            _order_of(plan, [part for part in parts if part.source == n]) for n in range(counts)
+        ]
+        own = set().union(*[order.own for order in self._orders])
+        parts = [part for part in parts if (part.source, part.block) not in own]
+
+        # Sums come first in the vector, then counts, then zeros for gradients that are absent here.
+        computed = [part for part in parts if part.source < counts and part.present]
+        of_counts = [part for part in parts if part.source == counts]
+        missing = [part for part in parts if part.source < counts and not part.present]
+        constants = [float(len(part.present)) for part in of_counts]
+        for part in missing:
+            constants += [0.0] * part.size
+        self._constants = np.asarray(constants, np.float64)
+
+        parts = [*computed, *of_counts, *missing]
+        places = _places_of(parts)
+        self._size = sum([part.size for part in parts])
+        self._weights = _weights_of(parts)
+        self._sent = {group: self._find_sent(parts, places, group) for group in self.groups}
+        self._rows = [
+            self._find_rows(parts, places, (source, block))
+            for source in range(counts + bool(counted))
+            for block in range(len(plan.blocks))
+        ]
+
+    def _find_sent(self, parts: list[_Part], places: list[list[int]], group: Any) -> _Sent:
+        """Return the elements that a group reduces."""
+        sent: list[int] = []
+        for number in sorted(range(len(parts)), key=lambda n: (parts[n].source, parts[n].leaves)):
+            if group in parts[number].groups:
+                sent += places[number]
+
+        # The reduced elements come after the vector.
+        everything = list(range(self._size))
+        back = list(everything)
+        for number, index in enumerate(sent):
+            back[index] = self._size + number
+        return _Sent(np.asarray(sent, np.int64), np.asarray(back, np.int64), sent == everything)
+
+    def _find_rows(
+        self, parts: list[_Part], places: list[list[int]], block: tuple[int, int]
+    ) -> _Rows:
+        """Return the elements that form a block of a tree."""
+        rows: list[list[list[int]]] = [[] for _ in self._plan.blocks[block[1]].groups]
+        lengths: tuple[int, ...] = ()
+        for part, place in zip(parts, places, strict=True):
+            if (part.source, part.block) == block:
+                rows[part.row].append(place)
+                lengths = part.lengths
+
+        # The index past the end stands for 0.
+        zeros = [self._size] * math.prod(lengths)
+        layers = []
+        for layer in range(max([1, *map(len, rows)])):
+            indices: list[int] = []
+            for row in rows:
+                indices += row[layer] if layer < len(row) else zeros
+            layers.append(np.asarray(indices, np.int64))
+        return _Rows(layers, (len(rows), *lengths))
+
+    def add_local(
+        self, trees: Sequence[OpenedTree], terms: Sequence[Terms], weigher: Callable[..., Any]
+    ) -> tuple[Any, dict[int, Any]]:
+        """Return the vector of this process, and the blocks that no other process has."""
+        math_ = self._plan.math
+        arrays: list[Any] = []
+        own: dict[int, Any] = {}
+        for source, (tree, of_tree, order) in enumerate(
+            zip(trees, terms, self._orders, strict=True)
+        ):
+            weigh = weigher(tree, of_tree.p, order.leaves)
+            for (block, is_own), sums in zip(
+                order.blocks, math_.sums(tree, order.apply(of_tree, weigh)), strict=True
+            ):
+                if is_own:
+                    own[source * len(self._plan.blocks) + block] = sums
+                else:
+                    arrays.append(sums)
+
+        vector = math_.join([*arrays, self._constants])
+        if self._weights is not None and not (terms and terms[0].p == math.inf):
+            [weights] = math_.constants([self._weights])
+            vector = vector * weights
+        return vector, own
+
+    def sent(self, vector: Any, group: ShardGroup) -> list[Any]:
+        """Return what a group reduces, as one array; nothing if no sum belongs to it."""
+        if group not in self._sent:
+            return []
+        sent = self._sent[group]
+        return [vector if sent.all else self._plan.math.take(vector, sent.indices)]
+
+    def put_back(self, vector: Any, group: ShardGroup, reduced: list[Any]) -> Any:
+        """Return the vector with reduced elements."""
+        if not reduced:
+            return vector
+        sent = self._sent[group]
+        if sent.all:
+            return reduced[0]
+        math_ = self._plan.math
+        return math_.take(math_.join([vector, *reduced]), sent.back)
+
+    def blocks(self, vector: Any, own: dict[int, Any], op: Op) -> list[Any]:
+        """Return the sums of each block of each tree, then the counts of each block."""
+        math_ = self._plan.math
+        with_zero = math_.join([vector, np.zeros(1)])
+        blocks = []
+        for number, (layers, shape) in enumerate(self._rows):
+            if number in own:
+                blocks.append(own[number])
+                continue
+            addends = [math_.take(with_zero, layer, shape) for layer in layers]
+            blocks.append(math_.add(addends, op))
+        return blocks
+
+
+class _Order(NamedTuple):
+    """The order in which the sums of a tree are computed: part by part."""
+
+    leaves: list[int]
+    numbers: list[int]
+    """Where these leaves are in the order of the plan."""
+    counts: list[int]
+    """The number of leaves of each part."""
+    heights: list[int]
+    """How many parts are computed together."""
+    blocks: list[tuple[int, bool]]
+    """The block of these, and whether it has no other parts, and no other process has any."""
+    own: set[tuple[int, int]]
+    """The tree and the number of these blocks."""
+
+    def apply(self, terms: Terms, weigh: Callable[..., Any] | None) -> Terms:
+        """Return terms of the plan's order in this one."""
+        return Terms(
+            take(terms.arrays, self.numbers),
+            self.counts,
+            self.heights,
+            terms.axes and take(terms.axes, self.numbers),
+            terms.p,
+            weigh,
+        )
+
+
+def _order_of(plan: Plan, parts: Sequence[_Part]) -> _Order:
+    """Return the order of the parts of a tree."""
+    computed = [part for part in parts if part.present]
+    leaves = [leaf for part in computed for leaf in part.present]
+    where = {leaf: number for number, leaf in enumerate(plan.order)}
+    together: dict[tuple[int, Any], list[_Part]] = {}
+    for part in computed:
+        together.setdefault((part.block, part.groups), []).append(part)
+
+    blocks = []
+    own = set()
+    of_all = [part.block for part in parts]
+    for (block, groups), of_block in together.items():
+        is_alone = of_all.count(block) == len(of_block) == len(plan.blocks[block].groups)
+        is_own = plan.scope.axes is not None and not groups and is_alone
+        blocks.append((block, is_own))
+        if is_own:
+            own.add((of_block[0].source, block))
+    counts = [len(part.present) for part in computed]
+    heights = list(map(len, together.values()))
+    return _Order(leaves, take(where, leaves), counts, heights, blocks, own)
+
+
+class _Sent(NamedTuple):
+    """The elements of a vector that a group of processes reduces."""
+
+    indices: Any
+    back: Any
+    """The indices that put them back, given the vector followed by the reduced elements."""
+    all: bool
+    """Whether it reduces the whole vector, as it is."""
+
+
+class _Rows(NamedTuple):
+    """The elements of a vector that form a block of norms."""
+
+    layers: list[Any]
+    """Arrays of indices of what is added; the index past the end stands for 0."""
+    shape: tuple[int, ...]
+
+
+def _places_of(parts: Sequence[_Part]) -> list[list[int]]:
+    """Return the indices of the elements of each part in a vector of all."""
+    places = []
+    end = 0
+    for part in parts:
+        places.append(list(range(end, end + part.size)))
+        end += part.size
+    return places
+
+
+def _weights_of(parts: Sequence[_Part]) -> Any:
+    """Return the factors of all elements by which replicas count once, ``None`` if all are 1."""
+    if all([part.weight == 1 for part in parts]):
+        return None
+    weights: list[float] = []
+    for part in parts:
+        weights += [1 / part.weight] * part.size
+    return np.asarray(weights)
 
 
 class Exchange:
@@ -487,9 +744,14 @@ def _distinct(groups: Sequence[Sequence[Any]]) -> list[Any]:
     return list(distinct)
 
 
-def _cover_meshes(shards: Sequence[dict[int, Shard]], *, compiled: bool) -> list[Any]:
+def _groups_of_meshes(trees: Sequence[OpenedTree]) -> list[Any]:
+    """Return all groups of processes that hold shards or replicas."""
+    return _distinct([shard.groups() for tree in trees for shard in tree.shards.values()])
+
+
+def _cover_meshes(trees: Sequence[OpenedTree], *, compiled: bool) -> list[Any]:
     """Return as few groups of processes as cover all that hold shards."""
-    groups = _distinct([[s.shard_groups() for s in by_leaf.values()] for by_leaf in shards])
+    groups = _groups_of_meshes(trees)
     # Compilers do not trace the calls that list the processes of a group.
     if len(groups) < 2 or compiled:
         return groups

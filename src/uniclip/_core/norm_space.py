@@ -223,6 +223,23 @@ class NormSpace:
             return self.xp.clip(limits, None, self.largest_norm)
         return self.xp.where(limits > self.largest_norm, self.largest_norm, limits)
 
+    def join(self, arrays: list[Any]) -> Tensor:
+        """Return the elements of sums as one vector."""
+        if self.host and all([isinstance(array, NUMPY) for array in arrays]):
+            return np.concatenate([np.asarray(array).reshape(-1) for array in arrays])
+        xp = self.library.xp
+        wide = [cast(xp, self.to_library(array), self.sum_dtype) for array in arrays]
+        here = [self.library.to_device_of(wide[0], array) for array in wide]
+        return xp.concat([xp.reshape(array, (-1,)) for array in here], axis=0)
+
+    def take(self, vector: Any, indices: Any, shape: tuple[int, ...] = (-1,)) -> Tensor:
+        """Return elements of a vector in a shape, by indices that are the same at every step."""
+        if isinstance(vector, NUMPY):
+            return np.reshape(np.take(vector, indices), shape)
+        [here] = self.constants([indices])
+        xp = self.library.xp
+        return xp.reshape(xp.take(vector, here, axis=0), shape)
+
     def stack(self, sums: list[Any]) -> Tensor:
         """Return sums as the rows of one array."""
         if self.host and all([isinstance(total, NUMPY) for total in sums]):

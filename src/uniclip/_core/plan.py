@@ -111,7 +111,7 @@ def plan_for(
 
     # Shards are part of the key: which processes hold a leaf changes what is reduced.
     shapes = tuple(tree.shapes()) if rule.by_shape else None
-    shards = tuple([tuple(one.shards.items()) for one in trees if one.wrapped])
+    shards = tuple([one.shards for one in trees])
     key = (tree.spec, tree.leaf_info, mode, shapes, shards, reduction, separate)
     # Clear all plans when full: to remove one could raise if another thread removes it, too.
     plans = rule.cache.plans
@@ -283,7 +283,7 @@ class Plan:
             blocks=list(factors),
             places=take(self.places, numbers),
             axes=self.along and take(self.along, numbers),
-            shards=[tree.shard(number) for number in numbers] if tree.wrapped else None,
+            shards=[tree.shard(number) for number in numbers] if tree.shards else None,
             in_place=tree.in_place,
             zero=zero,
         )
@@ -531,9 +531,8 @@ def _add_collectives(
 ) -> None:
     """Set the reductions over processes of a plan, if there are several processes."""
     tree = trees[0]
-    shards = [one.shards for one in trees]
-    if reduction is not None or any(shards):
-        plan.collectives = Collectives(plan, tree, reduction, shards)
+    if reduction is not None or any([one.shards for one in trees]):
+        plan.collectives = Collectives(plan, rule, trees, reduction)
         if plan.collectives.norms_sharded and rule.stateful:
             msg = (
                 f"{summarize(rule)} keeps a state for norms along axes, and some of these axes are "
@@ -661,7 +660,7 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
     leaf = tree.leaves[number]
     wrapped = tree.wrapped.get(number)
-    if leaf is None and wrapped is None:
+    if leaf is None and number not in tree.shards:
         return None
 
     by_entry = wrapped is not None and wrapped.by_entry

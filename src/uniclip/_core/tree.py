@@ -35,7 +35,18 @@ from uniclip.backends import (
     tell_compilers,
 )
 from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import Axes, LeafInfo, Op, View, WrappedLeaf, cast, take
+from uniclip.backends.base import (
+    NO_SHARDS,
+    Axes,
+    LeafInfo,
+    Op,
+    Shards,
+    View,
+    WrappedLeaf,
+    cast,
+    shards_of,
+    take,
+)
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -57,10 +68,13 @@ class Spec(Protocol):
 
 
 class ShardGroup(Protocol):
-    """The processes that hold the shards of some leaves."""
+    """The processes along one dimension of a mesh; those of equal processes are equal."""
+
+    size: int
+    """How many there are."""
 
     def processes(self) -> frozenset[int]:
-        """Return their ranks, with those of the whole mesh."""
+        """Return their ranks."""
 
     def reduce(self, array: Any, op: Op, /) -> Any:
         """Return the sum or the maximum over these processes."""
@@ -79,14 +93,19 @@ class Shard(Protocol):
     def divided(self, axes: Axes) -> object:
         """Return the axes that norms along ``axes`` keep and that are sharded, and how."""
 
-    def shard_groups(self, axes: Axes = None) -> ShardGroup | None:
-        """Return the processes over which norms along ``axes`` are reduced."""
+    def groups(self, axes: Axes = None, *, replicas: bool = True) -> tuple[ShardGroup, ...]:
+        """Return the processes over which norms along ``axes`` are reduced, with those that hold
+        replicas, if wanted.
+        """
 
     def divide(self, leaf: Any) -> Any:
         """Return the same shard of another leaf."""
 
     def gather(self, leaf: Any) -> Any:
         """Return another leaf gathered from all processes."""
+
+    def distribute(self, like: Any, local: Any) -> Any:
+        """Return a leaf with another local array."""
 
     def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
         """Return the same value, with its derivative multiplied by `replicas`, or divided by it if
@@ -121,9 +140,11 @@ class OpenedTree(NamedTuple):
     name: str = "grads"
     in_place: bool = False
     wrapped: dict[int, WrappedLeaf] = {}  # noqa: RUF012 - never changed
-    """The leaves in other formats, by their numbers; also absent ones whose parameters are
-    distributed.
-    """
+    """The leaves in other formats, by their numbers."""
+    shards: Shards = NO_SHARDS
+    """The shards of distributed leaves. An absent gradient has the shard of its parameter."""
+    opened: list[Any] = []  # noqa: RUF012 - never changed
+    """The arrays as they were opened, before the policy ``"zero"`` has replaced elements."""
 
     @property
     def backend(self) -> Backend:
@@ -136,17 +157,9 @@ class OpenedTree(NamedTuple):
         present = self.leaf_info.present
         return self.arrays[present[0]] if present else None
 
-    @property
-    def shards(self) -> dict[int, Shard]:
-        """The shards of distributed leaves, by their numbers.
-
-        An absent gradient has the shard of its parameter.
-        """
-        return {n: leaf.shard for n, leaf in self.wrapped.items() if leaf.shard is not None}
-
     def shard(self, number: int) -> Any:
         """Return the shard of a distributed leaf, ``None`` for a whole leaf."""
-        return self.wrapped[number].shard if number in self.wrapped else None
+        return self.shards.get(number)
 
     def is_sparse(self, number: int) -> bool:
         """Return whether a leaf stores only some of its rows, or of its elements."""
@@ -184,11 +197,17 @@ class OpenedTree(NamedTuple):
 
     def close(self, arrays: list[Any]) -> Any:
         """Return a tree of the original structure and formats, given changed arrays."""
-        return self.spec.unflatten(self.restore_leaves(arrays) if self.wrapped else arrays)
+        return self.spec.unflatten(self.restore_leaves(arrays))
 
     def restore_leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
         """Return leaves of the original formats, given changed arrays."""
         leaves = list(arrays)
+        for number, shard in self.shards.items():
+            if arrays[number] is self.opened[number]:
+                leaves[number] = self.leaves[number]
+            elif number not in self.wrapped:
+                leaves[number] = shard.distribute(self.leaves[number], arrays[number])
+
         for number in self.leaf_info.wrapped:
             # Integers are rebuilt even if unchanged, since a rule of norms always returns floats.
             unchanged = arrays[number] is self.wrapped[number].array
@@ -231,7 +250,10 @@ class OpenedTree(NamedTuple):
         scaled_integers = self.is_integral(number) and not xp.isdtype(array.dtype, "integral")
         if not scaled_integers and array.dtype == wrapped.array.dtype:
             array = cast(xp, array, leaf.dtype)
-        return wrapped.rebuild(array)
+        rebuilt = wrapped.rebuild(array)
+        if number in self.shards and not self.in_place:
+            return self.shards[number].distribute(leaf, rebuilt)
+        return rebuilt
 
 
 def place(name: str, path: Path) -> str:
@@ -431,23 +453,27 @@ def open_leaves(
     present = [leaf for leaf in leaves if leaf is not None]
     known = BACKEND_CACHE.get(type(present[0])) if present else None
     leaf_info = None
+    local, shards = leaves, NO_SHARDS
     if known is not None:
-        leaf_info = known.leaf_infos.get((name, whole, known.signature(leaves)))
+        if not whole:
+            local, shards = known.open_shards(leaves)
+        leaf_info = known.leaf_infos.get((name, whole, known.signature(local)))
     if leaf_info is None:
         leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
+        local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
         candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
         backend, candidates = leaf_info.backend, leaf_info.wrapped
 
-    arrays = leaves
+    arrays = local
     wrapped: dict[int, WrappedLeaf] = {}
     if candidates:
         # Integers become the default float, which depends on the device.
-        arrays = list(leaves)
-        with backend.computation_context(leaves[candidates[0]]):
+        arrays = list(local)
+        with backend.computation_context(local[candidates[0]]):
             for number in candidates:
-                leaf = _unwrap(backend, leaves[number], in_place=in_place, whole=whole)
+                leaf = _unwrap(backend, local[number], in_place=in_place, whole=whole)
                 if leaf is not None:
                     wrapped[number] = leaf
                     arrays[number] = leaf.array
@@ -455,9 +481,9 @@ def open_leaves(
     if leaf_info is None:
         with backend.computation_context():
             leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
-        leaf_info = _keep_leaf_info(leaf_info, leaves, (name, whole))
+        leaf_info = _keep_leaf_info(leaf_info, local, (name, whole))
 
-    tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped)
+    tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
     if in_place:
         _raise_if_not_writable(tree, whole=whole)
     return tree
@@ -503,7 +529,7 @@ def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> Wra
     if inner is None:
         return outer
 
-    # Rows, shape and shard of the outer layer are those of the leaf.
+    # Rows and shape of the outer layer are those of the leaf.
     facts = {name: value for name, value in outer._asdict().items() if value is not None}
     facts["array"] = inner.array
     facts["rebuild"] = lambda new: outer.rebuild(inner.rebuild(new))
@@ -659,13 +685,9 @@ def with_params(
     if not present and params.leaf_info.present:
         tree = tree._replace(leaf_info=params.leaf_info.without_leaves())
     # An absent gradient takes part in the reductions of its distributed parameter.
-    if params.shards:
-        wrapped = dict(tree.wrapped)
-        for number, shard in params.shards.items():
-            if tree.leaves[number] is None:
-                wrapped[number] = WrappedLeaf(None, shard=shard)
-
-        tree = tree._replace(wrapped=dict(sorted(wrapped.items())))
+    if params.shards and len(present) < len(tree.leaves):
+        shards = tree.backend.open_shards(tree.leaves, params.leaves)[1]
+        tree = tree._replace(shards=shards)
 
     return tree, _match_params(rule, tree, params) if needs_params else None
 
@@ -691,7 +713,10 @@ def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
         if old in params.wrapped:
             wrapped[number] = params.wrapped[old]
 
-    return params._replace(leaves=leaves, arrays=arrays, spec=tree.spec, wrapped=wrapped)
+    shards = params.backend.open_shards(leaves)[1] if params.shards else NO_SHARDS
+    return params._replace(
+        leaves=leaves, arrays=arrays, spec=tree.spec, wrapped=wrapped, shards=shards
+    )
 
 
 def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> OpenedTree:
@@ -714,20 +739,16 @@ def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> Opened
 
     shards = params.shards
     if rule.scope.axes is not None:
-        if shards or tree.shards:
+        # Equal shards are one object.
+        if shards is not tree.shards:
             arrays, shards = _divide_alike(rule, tree, params, arrays)
         for number in tree.wrapped:
             if tree.is_sparse(number):
                 arrays[number] = _take_stored_rows(rule, tree, number, arrays[number])
 
-    wrapped = {
-        number: WrappedLeaf(arrays[number], shard=shard)
-        for number, shard in shards.items()
-        if shard is not None
-    }
     leaf_info = params.leaf_info
     leaves = params.leaves
-    return OpenedTree(leaf_info, leaves, arrays, tree.spec, "params", wrapped=wrapped)
+    return OpenedTree(leaf_info, leaves, arrays, tree.spec, "params", shards=shards)
 
 
 def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
@@ -773,13 +794,13 @@ def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tenso
 
 def _divide_alike(
     rule: Choices, tree: OpenedTree, params: OpenedTree, arrays: list[Any]
-) -> tuple[list[Any], dict[int, Shard]]:
+) -> tuple[list[Any], Shards]:
     """Return the parameters and their shards, sharded as the gradients are.
 
     If norms keep a sharded axis, each process has norms of its own, which it can compare only with
     norms of the same shard.
     """
-    shards = params.shards
+    shards = dict(params.shards)
     for number in tree.leaf_info.present:
         leaf = params.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), tree.backend.output_axis)
@@ -790,9 +811,9 @@ def _divide_alike(
             continue
         if of_gradient is None:
             arrays[number] = of_param.gather(leaf)
+            del shards[number]
         else:
             arrays[number] = of_gradient.divide(leaf)
+            shards[number] = of_gradient
 
-        shards[number] = of_gradient
-
-    return arrays, shards
+    return arrays, shards_of(shards)

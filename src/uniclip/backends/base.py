@@ -156,10 +156,6 @@ class WrappedLeaf(NamedTuple):
     """
     shape: Any = None
     """The shape of the leaf, if its attribute ``shape`` does not have it; lengths may be arrays."""
-    shard: Any = None
-    """The shard of a distributed leaf, with the attributes
-    of `uniclip.backends.torch.dtensor.LocalShard`.
-    """
 
     @property
     def copied(self) -> bool:
@@ -170,6 +166,35 @@ class WrappedLeaf(NamedTuple):
     def by_entry(self) -> bool:
         """Whether it is a sparse leaf that stores single elements, not rows."""
         return isinstance(self.rows, tuple)
+
+
+class Shards(dict[int, Any]):
+    """The shards of the distributed leaves of a tree, by the numbers of these leaves.
+
+    A shard has the attributes of `uniclip._core.tree.Shard`. Equal ones of a library are one
+    object, so that they can be part of the key of a cache.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+
+NO_SHARDS = Shards()
+"""The shards of a tree without distributed leaves."""
+SHARDS_CACHE_SIZE = 256
+"""The largest number of `Shards` that are kept, so that equal ones are one object."""
+_SHARDS: dict[tuple[tuple[int, Any], ...], Shards] = {}
+
+
+def shards_of(by_leaf: dict[int, Any]) -> Shards:
+    """Return the shards of leaves, the same object for the same shards."""
+    if not by_leaf:
+        return NO_SHARDS
+    key = tuple(by_leaf.items())
+    if len(_SHARDS) >= SHARDS_CACHE_SIZE:
+        _SHARDS.clear()
+    return _SHARDS.setdefault(key, Shards(by_leaf))
 
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -415,6 +440,16 @@ class Backend(Generic[A]):
         return WrappedLeaf(self.xp.astype(leaf, default_dtype))
 
     # Where arrays are, and whether they have values.
+
+    def open_shards(
+        self, leaves: list[Any], params: list[Any] | None = None
+    ) -> tuple[list[Any], Shards]:
+        """Return leaves with the local arrays of distributed ones, and the shards of these.
+
+        An absent leaf has the shard of its parameter, if there are ``params``. The list of a tree
+        without distributed leaves is returned as it is.
+        """
+        return leaves, NO_SHARDS
 
     def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         """Return the execution mode of a step on such leaves.

@@ -733,7 +733,7 @@ class _Torch(dtensor.Distributed):
         if leaf.dtype in STORAGE:
             return WrappedLeaf(leaf.to(torch.float32), leaf.copy_ if in_place else unchanged)
         if is_dtensor(leaf):
-            return dtensor.open_distributed(leaf, in_place=in_place, whole=whole)
+            return dtensor.open_partial(leaf, in_place=in_place, whole=whole)
         if leaf.layout is torch.sparse_coo:
             return self._open_coo(leaf, in_place=in_place)
         if leaf.layout in _COMPRESSED:

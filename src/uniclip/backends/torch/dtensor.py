@@ -12,10 +12,21 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from uniclip.backends.base import Axes, Backend, Op, Reduce, WrappedLeaf
+from uniclip.backends.base import (
+    NO_SHARDS,
+    SHARDS_CACHE_SIZE,
+    Axes,
+    Backend,
+    Op,
+    Reduce,
+    Shards,
+    WrappedLeaf,
+    shards_of,
+)
 from uniclip.backends.torch.modes import is_recorded, tracing
 from uniclip.backends.torch.one_norm import move
 
@@ -26,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 SHARD_CACHE_SIZE = 4096
-"""The number of shards that are cached, so that equal ones are one object."""
+"""The number of shards of single tensors that are cached, so that equal ones are one object."""
 
 
 def is_dtensor(leaf: object) -> bool:
@@ -40,21 +51,25 @@ def is_dtensor(leaf: object) -> bool:
 
 def sum_partials(tensor: DTensor) -> DTensor:
     """Return a distributed tensor whose partial values are summed over processes."""
+    return tensor.redistribute(placements=_without_partials(tensor.placements))
+
+
+def _without_partials(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return the placements of a sum."""
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    return tensor.redistribute(placements=placements)
+    return tuple([Replicate() if p.is_partial() else p for p in placements])
 
 
-def divide_sum(like: DTensor, tensor: DTensor) -> DTensor:
-    """Undo `sum_partials` on a changed tensor, in the placements of ``like``."""
-    return _like_local(like, first_of(like, tensor.to_local()))
+def divide_sum(like: DTensor, total: torch.Tensor) -> DTensor:
+    """Undo `sum_partials`, given a changed local tensor, in the placements of ``like``."""
+    return _like_local(like, first_of(like, total))
 
 
-def write_sum(leaf: DTensor, tensor: DTensor) -> DTensor:
-    """Write a changed tensor into the partial one that it was summed from, and return that."""
+def write_sum(leaf: DTensor, total: torch.Tensor) -> DTensor:
+    """Write a changed local tensor into the partial one that it was summed from; return that."""
     with torch.no_grad():
-        leaf.to_local().copy_(first_of(leaf, tensor.to_local()))
+        leaf.to_local().copy_(first_of(leaf, total))
     return leaf
 
 
@@ -105,20 +120,37 @@ def _like_local(like: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-class ShardGroups(NamedTuple):
-    """The process groups along dimensions of a mesh, whose processes own shards of tensors."""
+class MeshGroup(NamedTuple):
+    """The processes along one dimension of a mesh."""
 
     mesh: DeviceMesh
-    dimensions: tuple[int, ...]
+    dimension: int
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return int(self.mesh.size(self.dimension))
 
     def processes(self) -> frozenset[int]:
-        """Return the ranks of the processes of the whole mesh."""
-        return frozenset(self.mesh.mesh.flatten().tolist())
+        """Return the ranks of the processes."""
+        group = self.mesh.get_group(self.dimension)
+        return frozenset(torch.distributed.get_process_group_ranks(group))
 
     def reduce(self, array: torch.Tensor, op: Op) -> torch.Tensor:
-        """Return the sum or maximum over these dimensions."""
-        groups = [self.mesh.get_group(dimension) for dimension in self.dimensions]
-        return _all_reduce([group for group in groups if group.size() > 1], array, op)
+        """Return the sum or maximum over the processes."""
+        return _all_reduce([self.mesh.get_group(self.dimension)], array, op)
+
+
+_mesh_groups: WeakKeyDictionary[ProcessGroup, MeshGroup] = WeakKeyDictionary()
+"""By process group. A strong reference would keep a destroyed group alive."""
+
+
+def _group_along(mesh: DeviceMesh, dimension: int) -> MeshGroup:
+    """Return the processes along a dimension, one object for all meshes that share them."""
+    group = MeshGroup(mesh, dimension)
+    if torch.compiler.is_compiling():
+        return group
+    return _mesh_groups.setdefault(mesh.get_group(dimension), group)
 
 
 class LocalShard:
@@ -131,6 +163,10 @@ class LocalShard:
         shape: tuple[int, ...],
         local: tuple[int, ...],
     ) -> None:
+        self.partial = any([p.is_partial() for p in placements])
+        """Whether the tensor is partial. Its shard is that of the sum."""
+        if self.partial:
+            placements = _without_partials(placements)
         self.mesh = mesh
         self.placements = placements
         self.shape = shape
@@ -157,17 +193,18 @@ class LocalShard:
             return None
         return self.mesh, sharding
 
-    def shard_groups(self, axes: Axes = None) -> ShardGroups | None:
-        """Return the processes over which norms along ``axes`` are reduced.
-
-        ``None`` if one process has all elements of each norm.
+    def groups(self, axes: Axes = None, *, replicas: bool = True) -> tuple[MeshGroup, ...]:
+        """Return the processes over which norms along ``axes`` are reduced, one group for each
+        dimension of the mesh, with those that hold replicas, if wanted.
         """
         divided = self.divided(axes)
         kept = {} if divided is None else divided[1]
-        dimensions = [n for n in range(self.mesh.ndim) if n not in kept]
-        if not dimensions:
-            return None
-        return ShardGroups(self.mesh, tuple(dimensions))
+        groups = []
+        for dimension, placement in enumerate(self.placements):
+            is_reduced = dimension not in kept and (replicas or not placement.is_replicate())
+            if is_reduced and self.mesh.size(dimension) > 1:
+                groups.append(_group_along(self.mesh, dimension))
+        return tuple(groups)
 
     def divide(self, leaf: torch.Tensor | DTensor) -> torch.Tensor:
         """Return the same shard of another leaf, however that is sharded, if at all."""
@@ -180,6 +217,10 @@ class LocalShard:
     def gather(self, leaf: DTensor) -> torch.Tensor:
         """Return all elements of a leaf with this sharding."""
         return leaf.full_tensor()
+
+    def distribute(self, like: DTensor, local: torch.Tensor) -> DTensor:
+        """Return a leaf with another local tensor."""
+        return local if is_dtensor(local) else _like_local(like, local)
 
     def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
         """Return a value whose derivative is multiplied by the number of replicas, or divided by it
@@ -221,33 +262,84 @@ class LocalShard:
         )
 
 
-def open_distributed(leaf: DTensor, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
-    """Return a partial tensor summed, and another one as its local tensor.
-
-    ``None`` if that is to stay ``whole``.
-    """
-    if is_partial(leaf):
-        rebuild = write_sum if in_place else divide_sum
-        return WrappedLeaf(sum_partials(leaf), partial(rebuild, leaf))
-    if whole:
+def open_partial(leaf: DTensor, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    """Return a partial tensor summed, as a whole or as its local tensor; ``None`` for others."""
+    if not is_partial(leaf):
         return None
+    total = sum_partials(leaf)
+    rebuild = partial(write_sum if in_place else divide_sum, leaf)
+    if not whole:
+        return WrappedLeaf(_local_of(total), rebuild)
+    return WrappedLeaf(total, lambda new: rebuild(new.to_local()))
 
-    local = _local_of(leaf)
-    return WrappedLeaf(local, partial(_like_local, leaf), local, shard=_shard_of(leaf))
+
+def open_shards(leaves: list[Any], params: list[Any] | None = None) -> tuple[list[Any], Shards]:
+    """Return leaves with the local tensors of distributed ones, and the shards of these.
+
+    See `uniclip.backends.base.Backend.open_shards`. A partial tensor stays as it is.
+    """
+    # No distributed tensor exists before this module is imported.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return leaves, NO_SHARDS
+    likes = leaves
+    if params is not None:
+        likes = [p if leaf is None else leaf for leaf, p in zip(leaves, params, strict=True)]
+    distributed = module.DTensor
+    if not any([issubclass(kind, distributed) for kind in set(map(type, likes))]):
+        return leaves, NO_SHARDS
+    if torch.compiler.is_compiling():
+        return _open_each(leaves, likes)
+
+    # FSDP2 gives the gradients of a parameter one layout in all steps. It is found by its identity,
+    # since it takes long to hash one.
+    layouts = [like._spec if isinstance(like, distributed) else None for like in likes]
+    key = tuple(map(id, layouts))
+    known = _shards_by_layouts.get(key)
+    if known is None:
+        if len(_shards_by_layouts) >= SHARDS_CACHE_SIZE:
+            _shards_by_layouts.clear()
+        known = _shards_by_layouts[key] = _open_each(leaves, likes)[1], layouts
+    shards, _ = known
+
+    arrays = list(leaves)
+    for number, shard in shards.items():
+        leaf = leaves[number]
+        if leaf is not None and not shard.partial:
+            arrays[number] = _local_of(leaf)
+    return arrays, shards
 
 
+def _open_each(leaves: list[Any], likes: list[Any]) -> tuple[list[Any], Shards]:
+    """Return local tensors and shards of leaves that were not met before."""
+    arrays = list(leaves)
+    shards = {}
+    for number, like in enumerate(likes):
+        if is_dtensor(like):
+            shards[number] = _shard_of(like)
+            if leaves[number] is not None and not is_partial(like):
+                arrays[number] = _local_of(like)
+    return arrays, shards_of(shards)
+
+
+_shards_by_layouts: dict[tuple[int, ...], tuple[Shards, list[Any]]] = {}
+"""By the identities of layouts, which are kept with them so that they stay their own."""
 _shards: dict[Any, LocalShard] = {}
 
 
 def _shard_of(tensor: DTensor) -> LocalShard:
-    """Return this process's shard of a distributed tensor."""
+    """Return this process's shard of a distributed tensor, after partial values are summed."""
     mesh = tensor.device_mesh
-    layout = mesh, tuple(tensor.placements), tuple(tensor.shape)
+    placements = tuple(tensor.placements)
+    layout = mesh, placements, tuple(tensor.shape)
     if torch.compiler.is_compiling():
         return LocalShard(*layout, tuple(_local_of(tensor).shape))
 
     # Meshes of another initialization are equal, but have other groups.
-    key = (*layout, tuple(mesh._dim_group_names))
+    groups: list[str] = []
+    if mesh.get_coordinate() is not None:
+        groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
+    key = (*layout, *groups)
     shard = _shards.get(key)
     if shard is None:
         if len(_shards) >= SHARD_CACHE_SIZE:
@@ -373,6 +465,11 @@ class Distributed(Backend[torch.Tensor]):
         if is_dtensor(like):
             return _replicate(like.device_mesh, array)
         return array
+
+    def open_shards(
+        self, leaves: list[Any], params: list[Any] | None = None
+    ) -> tuple[list[Any], Shards]:
+        return open_shards(leaves, params)
 
     def reducer(self, all_reduce: object) -> Reduce | None:
         groups = _groups_of(all_reduce)
