@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -35,6 +35,7 @@ from uniclip.backends.base import (
     Backend,
     Op,
     Reduce,
+    Shards,
     Terms,
     cast,
     kept_lengths,
@@ -662,6 +663,52 @@ def _order_of(plan: Plan, parts: Sequence[_Part]) -> _Order:
     counts = [len(part.present) for part in computed]
     heights = list(map(len, together.values()))
     return _Order(leaves, take(where, leaves), counts, heights, blocks, own)
+
+
+class ShardRows(NamedTuple):
+    """The leaves of one norm over all leaves, in a row those whose shards the same processes hold.
+
+    `ShardSums` is for any norms. Both send the same numbers, so that processes may differ in which
+    of the two they use.
+    """
+
+    leaves: list[list[int]]
+    weights: list[int]
+    """How many processes have the same elements of a row."""
+    sent: dict[Any, list[int]]
+    """The rows that each group of processes reduces."""
+
+    def reduce(self, math_: NormSpace, values: list[Any]) -> list[Any]:
+        """Return values of each row, one kind after the other, reduced over the processes."""
+        count = len(self.leaves)
+        weights = self.weights * (len(values) // count)
+        pairs = zip(values, weights, strict=True)
+        values = [value / weight if weight > 1 else value for value, weight in pairs]
+        for group, rows in self.sent.items():
+            numbers = [n for n in range(len(values)) if n % count in rows]
+            reduced = reduce_payload(math_, take(values, numbers), "sum", group)
+            for number, value in zip(numbers, reduced, strict=True):
+                values[number] = value
+        return values
+
+
+@lru_cache(REDUCTION_CACHE_SIZE)
+def shard_rows(shards: Shards, count: int, *, decides: bool) -> ShardRows:
+    """Return the rows of a number of leaves. Processes that decide alike reduce all of them."""
+    by_groups: dict[Any, list[int]] = {}
+    for number in range(count):
+        groups = shards[number].groups(replicas=False) if number in shards else ()
+        by_groups.setdefault(groups, []).append(number)
+
+    everywhere = _distinct([shard.groups() for shard in shards.values()]) if decides else []
+    weights = []
+    sent: dict[Any, list[int]] = {group: [] for group in everywhere}
+    for row, groups in enumerate(by_groups):
+        others = [group.size for group in everywhere if groups and group not in groups]
+        weights.append(math.prod(others))
+        for group in (everywhere or groups) if groups else ():
+            sent.setdefault(group, []).append(row)
+    return ShardRows(list(by_groups.values()), weights, sent)
 
 
 class _Sent(NamedTuple):

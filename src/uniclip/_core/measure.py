@@ -155,7 +155,7 @@ def _measure_norms(
 
     of_trees = [math_.as_norms(of_tree) for of_tree in norms]
     if finite_norms is None:
-        finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
+        finite_norms = mark_nonfinite(rule, plan, of_trees[0])
     of_params = of_trees[1] if len(of_trees) > 1 else None
     return Measured(of_trees[0], of_params, counts_of_norms, finite_norms=finite_norms)
 
@@ -164,7 +164,7 @@ def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:
     return [norm / divisor for norm, divisor in zip(norms, divisors, strict=True)]
 
 
-def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
+def mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     """Return norms with NaN for those that are not finite, as limits get them.
 
     With a norm of ∞ a limit could return ∞, which would not clip.

@@ -24,6 +24,7 @@ from uniclip._core.collectives import (
 from uniclip._core.factors import compute_factors, zero_where_skipped
 from uniclip._core.limiting import find_absent, find_limits, raise_if_limits_by_row
 from uniclip._core.measure import Measured, StepInputs, measure
+from uniclip._core.norm_space import NormSpace
 from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
@@ -225,7 +226,7 @@ def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measure
     if plan.collectives is not None:
         [finite] = plan.collectives.true_in_all_shards([finite])
     if rule.nonfinite == "raise":
-        _raise_if_nonfinite(tree, plan, finite)
+        raise_if_nonfinite(tree, plan.math, finite)
     return finite
 
 
@@ -265,9 +266,9 @@ def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
     return tree._replace(arrays=arrays)
 
 
-def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
+def raise_if_nonfinite(tree: OpenedTree, math_: NormSpace, finite: Flags) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
-    if plan.math.backend.traced(finite):
+    if math_.backend.traced(finite):
         msg = (
             "nonfinite='raise' has to read the norm, and code that is being compiled or "
             "transformed has no values to read: use 'propagate', 'skip' or 'zero' there, and "

@@ -175,26 +175,31 @@ class Shards(dict[int, Any]):
     object, so that they can be part of the key of a cache.
     """
 
+    def __init__(self, by_leaf: dict[int, Any], *, dense: bool = False) -> None:
+        super().__init__(by_leaf)
+        self.dense = dense
+        """Whether all local arrays are dense, at most float32, and without a derivative."""
+
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
     __ne__ = object.__ne__
 
 
-NO_SHARDS = Shards()
+NO_SHARDS = Shards({})
 """The shards of a tree without distributed leaves."""
 SHARDS_CACHE_SIZE = 256
 """The largest number of `Shards` that are kept, so that equal ones are one object."""
-_SHARDS: dict[tuple[tuple[int, Any], ...], Shards] = {}
+_SHARDS: dict[tuple[Any, ...], Shards] = {}
 
 
-def shards_of(by_leaf: dict[int, Any]) -> Shards:
+def shards_of(by_leaf: dict[int, Any], *, dense: bool = False) -> Shards:
     """Return the shards of leaves, the same object for the same shards."""
     if not by_leaf:
         return NO_SHARDS
-    key = tuple(by_leaf.items())
+    key = (dense, *by_leaf.items())
     if len(_SHARDS) >= SHARDS_CACHE_SIZE:
         _SHARDS.clear()
-    return _SHARDS.setdefault(key, Shards(by_leaf))
+    return _SHARDS.setdefault(key, Shards(by_leaf, dense=dense))
 
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -223,6 +228,8 @@ class OneNorm(NamedTuple):
     """
     loss: Any = None
     """The loss of the step, where the norm is."""
+    present: Any = None
+    """Whether any process has a gradient: a list of one array, ``None`` if one has for sure."""
 
 
 def rounded_norm(norm: float, dtype: type[np.floating[Any]]) -> float | None:

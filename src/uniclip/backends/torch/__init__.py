@@ -61,6 +61,7 @@ from uniclip.backends.torch.modes import (
     valueless,
 )
 from uniclip.backends.torch.one_norm import (
+    SINGLE,
     are_separate_blocks,
     bound,
     clip_at_once,
@@ -155,7 +156,6 @@ namespace = SimpleNamespace(
     )
 )
 
-SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 NOT_IN_NUMPY = {torch.bfloat16, torch.complex32}
 """The dtypes that NumPy does not have."""
 REAL = {torch.float32, torch.float64}

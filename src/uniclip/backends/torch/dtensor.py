@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,8 +28,8 @@ from uniclip.backends.base import (
     WrappedLeaf,
     shards_of,
 )
-from uniclip.backends.torch.modes import is_recorded, tracing
-from uniclip.backends.torch.one_norm import move
+from uniclip.backends.torch.modes import in_forward_mode, is_recorded, tracing
+from uniclip.backends.torch.one_norm import SINGLE, move
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 
 SHARD_CACHE_SIZE = 4096
 """The number of shards of single tensors that are cached, so that equal ones are one object."""
+
+
+_DENSE = {torch.Tensor, type(None)}
+_LAYOUT = attrgetter("layout")
+_RECORDED = attrgetter("requires_grad")
 
 
 def is_dtensor(leaf: object) -> bool:
@@ -163,6 +169,8 @@ class LocalShard:
         shape: tuple[int, ...],
         local: tuple[int, ...],
     ) -> None:
+        self.is_here = mesh.get_coordinate() is not None
+        """Whether this process belongs to the mesh."""
         self.partial = any([p.is_partial() for p in placements])
         """Whether the tensor is partial. Its shard is that of the sum."""
         if self.partial:
@@ -288,38 +296,46 @@ def open_shards(leaves: list[Any], params: list[Any] | None = None) -> tuple[lis
     distributed = module.DTensor
     if not any([issubclass(kind, distributed) for kind in set(map(type, likes))]):
         return leaves, NO_SHARDS
-    if torch.compiler.is_compiling():
-        return _open_each(leaves, likes)
-
-    # FSDP2 gives the gradients of a parameter one layout in all steps. It is found by its identity,
-    # since it takes long to hash one.
-    layouts = [like._spec if isinstance(like, distributed) else None for like in likes]
-    key = tuple(map(id, layouts))
-    known = _shards_by_layouts.get(key)
-    if known is None:
-        if len(_shards_by_layouts) >= SHARDS_CACHE_SIZE:
-            _shards_by_layouts.clear()
-        known = _shards_by_layouts[key] = _open_each(leaves, likes)[1], layouts
-    shards, _ = known
-
+    shards = _find_shards(likes)
     arrays = list(leaves)
     for number, shard in shards.items():
-        leaf = leaves[number]
-        if leaf is not None and not shard.partial:
-            arrays[number] = _local_of(leaf)
+        if leaves[number] is not None and not shard.partial:
+            arrays[number] = _local_of(leaves[number])
+    if shards.dense and not _are_dense(arrays):
+        shards = shards_of(shards)
     return arrays, shards
 
 
-def _open_each(leaves: list[Any], likes: list[Any]) -> tuple[list[Any], Shards]:
-    """Return local tensors and shards of leaves that were not met before."""
-    arrays = list(leaves)
-    shards = {}
-    for number, like in enumerate(likes):
-        if is_dtensor(like):
-            shards[number] = _shard_of(like)
-            if leaves[number] is not None and not is_partial(like):
-                arrays[number] = _local_of(like)
-    return arrays, shards_of(shards)
+def _are_dense(arrays: list[Any]) -> bool:
+    """Return whether tensors that are present are dense, not traced, and have no derivative."""
+    if tracing() or in_forward_mode() or not set(map(type, arrays)) <= _DENSE:
+        return False
+    present = [array for array in arrays if array is not None]
+    # `map` runs no Python code for each of many tensors.
+    return set(map(_LAYOUT, present)) <= {torch.strided} and not any(map(_RECORDED, present))
+
+
+def _find_shards(likes: list[Any]) -> Shards:
+    """Return the shards of leaves."""
+    if torch.compiler.is_compiling():
+        return shards_of({n: _shard_of(like) for n, like in enumerate(likes) if is_dtensor(like)})
+
+    # FSDP2 gives the gradients of a parameter one layout in all steps. It is found by its identity,
+    # since it takes long to hash one.
+    layouts = [getattr(like, "_spec", None) or getattr(like, "dtype", None) for like in likes]
+    key = tuple(map(id, layouts))
+    known = _shards_by_layouts.get(key)
+    if known is not None:
+        return known[0]
+
+    by_leaf = {n: _shard_of(like) for n, like in enumerate(likes) if is_dtensor(like)}
+    dense = {like.dtype for like in likes if like is not None} <= SINGLE
+    dense = dense and all([shard.is_here and not shard.partial for shard in by_leaf.values()])
+    if len(_shards_by_layouts) >= SHARDS_CACHE_SIZE:
+        _shards_by_layouts.clear()
+    shards = shards_of(by_leaf, dense=dense)
+    _shards_by_layouts[key] = shards, layouts
+    return shards
 
 
 _shards_by_layouts: dict[tuple[int, ...], tuple[Shards, list[Any]]] = {}

@@ -34,7 +34,7 @@ _STRIDED = torch.strided
 _CPU = torch.device("cpu")
 
 _HALVES = {torch.bfloat16, torch.float16}
-_SINGLE = {_FLOAT32, *_HALVES}
+SINGLE = {_FLOAT32, *_HALVES}
 _SINGLE_RANGE = tuple(map(sqrt, FITS))
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _DOUBLE_RANGE = tuple(map(sqrt, FITS_FLOAT64))
@@ -83,7 +83,7 @@ def one_norm(
     device = arrays[0].device
     if device.type not in ACCELERATORS or not _are_regular(arrays):
         return None
-    if not all([array.dtype in _SINGLE and array.device == device for array in arrays]):
+    if not all([array.dtype in SINGLE and array.device == device for array in arrays]):
         return None
     if not (are_separate_blocks(arrays) if in_place else are_dense(arrays)):
         return None
