@@ -387,11 +387,11 @@ class Clipper:
         # A user's class need not derive from `BaseRule`.
         if getattr(self.rule, "on_spine", False):
             # `flatten_known` treats an iterator as a leaf, so the general path can still read it.
-            known_leaves, known_spec = flatten_known(grads)
-            taken = self.step_on_spine(known_leaves, step)
+            flat = flatten_known(grads)
+            taken = self.step_on_spine(flat, step)
             if taken is not None:
                 clipped_leaves, _, report = taken
-                return known_spec.unflatten(clipped_leaves), report
+                return flat[1].unflatten(clipped_leaves), report
         return self._step_generally(grads, step)
 
     def _step_generally(self, grads: Any, step: Step) -> tuple[Any, Report]:
@@ -463,9 +463,9 @@ class Clipper:
         self._last = self._last._replace(report=None)
 
     def step_on_spine(
-        self, leaves: list[Any], step: Step
+        self, flat: tuple[list[Any], Any], step: Step
     ) -> tuple[list[Any], Decision, Report] | None:
-        """Take a step on the spine, and hold its state and its report.
+        """Take a step on the spine, and hold its state and its report; see `run_spine`.
 
         ``None``, with nothing changed, if the step does not take it.
         """
@@ -475,7 +475,7 @@ class Clipper:
         # first step makes the state.
         if type(rule) not in _ON_SPINE or self.record is not None or last.state is None:
             return None
-        taken = run_spine(rule, leaves, last.state, step)
+        taken = run_spine(rule, flat, last.state, step)
         if taken is None:
             return None
 

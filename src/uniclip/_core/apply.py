@@ -16,7 +16,7 @@ from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Factors, State
 from uniclip.backends import replacement
-from uniclip.backends.base import Products, WrappedLeaf, cast, fill_places, take
+from uniclip.backends.base import Products, WrappedLeaf, cast, take
 from uniclip.report import Report
 from uniclip.scopes import everything
 
@@ -66,10 +66,6 @@ def scale_leaves(
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
     # Most steps clip nothing: a leaf whose factor is 1 is not read, and is returned as it is.
     changed = _find_changed(plan, factors)
-    if plan.one_norm and changed:
-        scaled = _scale_by_number(rule, tree, factors)
-        if scaled is not None:
-            return scaled
     products = plan.products(tree, changed, factors, zero=rule.zeroes)
     if tree.in_place:
         multiply_in_place(tree, changed, products)
@@ -84,30 +80,6 @@ def scale_leaves(
     if not (tree.wrapped or tree.shards):
         return arrays
     return tree.restore_leaves(arrays)
-
-
-def _scale_by_number(
-    rule: Choices, tree: OpenedTree, factors: Sequence[Factors]
-) -> list[Any] | None:
-    """Return the leaves multiplied by a single factor that the host has.
-
-    ``None``, with nothing written, if they have to be multiplied in another way.
-    """
-    is_dense = not tree.wrapped and tree.arrays is tree.opened
-    [of_block] = factors
-    if not (is_dense and isinstance(of_block, np.ndarray)):
-        return None
-    factor = of_block.item()
-    # 0 times NaN is 0 for some policies.
-    if factor == 0 and rule.zeroes:
-        return None
-
-    arrays = take(tree.arrays, tree.leaf_info.present)
-    scaled = tree.backend.scale_all(arrays, factor, in_place=tree.in_place)
-    if scaled is None or tree.in_place:
-        return None if scaled is None else tree.leaves
-    restored = fill_places(tree.arrays, scaled)
-    return tree.restore_leaves(restored) if tree.shards else restored
 
 
 def sum_examples(

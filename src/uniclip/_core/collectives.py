@@ -264,7 +264,9 @@ class Collectives:
             for number, shard in tree.shards.items():
                 self.norms_sharded |= shard.divided(plan.axes[number]) is not None
 
-        self.mesh_groups = _cover_meshes(trees, compiled=plan.math.compiled)
+        # Compilers do not trace the calls that list the processes of a group.
+        groups = _groups_of_meshes(trees)
+        self.mesh_groups = groups if plan.math.compiled else _cover(groups)
         """As few groups of processes as cover all that hold shards.
 
         They reduce what belongs to no leaf, such as losses.
@@ -274,7 +276,7 @@ class Collectives:
         # more than a factor, all processes have to decide alike, so all reduce every sum.
         self._everywhere: list[Any] = []
         if rule.decides and not (self.norms_sharded or self._has_derivatives):
-            self._everywhere = _groups_of_meshes(trees)
+            self._everywhere = groups
         self._shard_sums: dict[Hashable, ShardSums] = {}
 
     @property
@@ -391,19 +393,6 @@ class Collectives:
         if self.replicas is None:
             return counts
         return {number: count / self.replicas[number] for number, count in counts.items()}
-
-    def loss_sums(self, loss: Any) -> list[Any] | None:
-        """Return the loss of this process and the number of losses, 0 or 1, to be summed over all.
-
-        ``None`` for a loss that is reduced already.
-        """
-        if isinstance(loss, Loss):
-            return None
-        if loss is None:
-            return [np.zeros(()), np.zeros(())]
-        library = self._plan.math.library
-        number = library.detach(library.xp.astype(library.xp.asarray(loss), library.xp.float32))
-        return [library.xp.reshape(number, ()), np.ones(())]
 
 
 class _Part(NamedTuple):
@@ -677,19 +666,29 @@ class ShardRows(NamedTuple):
     """How many processes have the same elements of a row."""
     sent: dict[Any, list[int]]
     """The rows that each group of processes reduces."""
+    mesh_groups: list[Any]
+    """The groups that reduce losses, see `Collectives`."""
 
-    def reduce(self, math_: NormSpace, values: list[Any]) -> list[Any]:
-        """Return values of each row, one kind after the other, reduced over the processes."""
+    def reduce(
+        self, math_: NormSpace, values: list[Any], losses: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return values of each row, one kind after the other, and losses, reduced over the
+        processes.
+        """
         count = len(self.leaves)
         weights = self.weights * (len(values) // count)
         pairs = zip(values, weights, strict=True)
         values = [value / weight if weight > 1 else value for value, weight in pairs]
-        for group, rows in self.sent.items():
+        for group in dict.fromkeys([*self.sent, *self.mesh_groups]):
+            rows = self.sent.get(group, [])
             numbers = [n for n in range(len(values)) if n % count in rows]
-            reduced = reduce_payload(math_, take(values, numbers), "sum", group)
-            for number, value in zip(numbers, reduced, strict=True):
+            extras = losses if group in self.mesh_groups else []
+            reduced = reduce_payload(math_, [*take(values, numbers), *extras], "sum", group)
+            if extras:
+                losses = reduced[len(numbers) :]
+            for number, value in zip(numbers, reduced, strict=False):
                 values[number] = value
-        return values
+        return values, losses
 
 
 @lru_cache(REDUCTION_CACHE_SIZE)
@@ -700,7 +699,8 @@ def shard_rows(shards: Shards, count: int, *, decides: bool) -> ShardRows:
         groups = shards[number].groups(replicas=False) if number in shards else ()
         by_groups.setdefault(groups, []).append(number)
 
-    everywhere = _distinct([shard.groups() for shard in shards.values()]) if decides else []
+    of_meshes = _distinct([shard.groups() for shard in shards.values()])
+    everywhere = of_meshes if decides else []
     weights = []
     sent: dict[Any, list[int]] = {group: [] for group in everywhere}
     for row, groups in enumerate(by_groups):
@@ -708,7 +708,7 @@ def shard_rows(shards: Shards, count: int, *, decides: bool) -> ShardRows:
         weights.append(math.prod(others))
         for group in (everywhere or groups) if groups else ():
             sent.setdefault(group, []).append(row)
-    return ShardRows(list(by_groups.values()), weights, sent)
+    return ShardRows(list(by_groups.values()), weights, sent, _cover(of_meshes))
 
 
 class _Sent(NamedTuple):
@@ -796,16 +796,13 @@ def _groups_of_meshes(trees: Sequence[OpenedTree]) -> list[Any]:
     return _distinct([shard.groups() for tree in trees for shard in tree.shards.values()])
 
 
-def _cover_meshes(trees: Sequence[OpenedTree], *, compiled: bool) -> list[Any]:
-    """Return as few groups of processes as cover all that hold shards."""
-    groups = _groups_of_meshes(trees)
-    # Compilers do not trace the calls that list the processes of a group.
-    if len(groups) < 2 or compiled:
+def _cover(groups: list[Any]) -> list[Any]:
+    """Return as few groups of processes as cover all of them."""
+    if len(groups) < 2:
         return groups
-
     # The largest first, so that smaller ones within them are left out.
     covering: list[Any] = []
-    for group in sorted(groups, key=lambda group: -len(group.processes())):
+    for group in sorted(groups, key=lambda group: -group.size):
         if not any([group.processes() <= other.processes() for other in covering]):
             covering.append(group)
 
@@ -1006,6 +1003,19 @@ def raise_if_kept_axes(scope: Scope, all_reduce: AllReduce | None) -> None:
             "arrays), which need no all_reduce="
         )
         raise ValueError(msg)
+
+
+def loss_sums(library: Backend, loss: Any) -> list[Any] | None:
+    """Return the loss of this process and the number of losses, 0 or 1, to be summed over all.
+
+    ``None`` for a loss that is reduced already.
+    """
+    if isinstance(loss, Loss):
+        return None
+    if loss is None:
+        return [np.zeros(()), np.zeros(())]
+    number = library.detach(library.xp.astype(library.xp.asarray(loss), library.xp.float32))
+    return [library.xp.reshape(number, ()), np.ones(())]
 
 
 def mean_loss(library: Backend, loss: Any, sums: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from uniclip._core.collectives import Exchange, Loss, Payload, mean_loss
+from uniclip._core.collectives import Exchange, Loss, Payload, loss_sums, mean_loss
 from uniclip._core.norm_space import NormSpace
 from uniclip._core.plan import Plan
 from uniclip._core.sizes import count_elements, sizes_of_counts
@@ -115,7 +115,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
             present = math_.as_norms([count > 0 for count in reduced.present])
         return measured._replace(
             present=present,
-            loss=_find_loss(plan, inputs, reduced),
+            loss=_find_loss(plan, inputs, reduced.losses),
             elements_finite=_are_elements_finite(rule, plan, original, reduced),
         )
 
@@ -180,7 +180,9 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
     """Return what processes exchange in a step beside sums."""
     rule = inputs.rule
     collectives: Any = plan.collectives
-    losses = collectives.loss_sums(inputs.step.loss) if "loss" in rule.limit.needs else None
+    losses = None
+    if "loss" in rule.limit.needs:
+        losses = loss_sums(plan.math.library, inputs.step.loss)
     # The host sees elements that are not finite in the norms, unless others hold shards of these.
     nonfinite_arrays = None
     if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
@@ -221,22 +223,23 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     return plan.math.add(counts, "sum")
 
 
-def _find_loss(plan: Plan, inputs: StepInputs, reduced: Payload) -> Tensor | None:
-    """Return the loss of a step where the norms are, the mean of all processes.
-
-    ``None`` without a loss, or if the limit does not use it.
-    """
+def _find_loss(plan: Plan, inputs: StepInputs, losses: list[Any] | None) -> Tensor | None:
+    """Return the loss of a step where the norms are, ``None`` if the limit does not use it."""
     if "loss" not in inputs.rule.limit.needs:
         return None
-    loss = inputs.step.loss
-    math_ = plan.math
-    library = plan.math.library
-    if reduced.losses is not None:
-        loss = mean_loss(library, loss, list(map(math_.to_library, reduced.losses)))
+    return reduced_loss(plan.math, inputs.step.loss, losses, inputs.trees[0].first)
+
+
+def reduced_loss(math_: NormSpace, loss: Any, losses: list[Any] | None, first: Any) -> Any:
+    """Return a loss where the norms are, the mean of all processes, given the first gradient.
+
+    ``losses`` are the reduced ``loss_sums``, if there are any. ``None`` without a loss.
+    """
+    if losses:
+        loss = mean_loss(math_.library, loss, list(map(math_.to_library, losses)))
     elif isinstance(loss, Loss):
         loss = loss.mean
-
-    return None if loss is None else convert_loss(math_, loss, inputs.trees[0].first)
+    return None if loss is None else convert_loss(math_, loss, first)
 
 
 def convert_loss(math_: NormSpace, loss: Any, first: Any) -> Tensor:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._core.apply import Apply, StepResult, scale_leaves
-from uniclip._core.collectives import Loss, shard_rows
-from uniclip._core.measure import Measured, StepInputs, convert_loss, mark_nonfinite
+from uniclip._core.collectives import Loss, loss_sums, shard_rows
+from uniclip._core.measure import Measured, StepInputs, convert_loss, mark_nonfinite, reduced_loss
 from uniclip._core.norm_space import NormSpace
 from uniclip._core.plan import PLAN_CACHE_SIZE, Plan, plan_for, plan_of_one_norm
 from uniclip._core.step import decide, raise_if_nonfinite, run_general_step, state_where
@@ -120,10 +120,8 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
         As `uniclip.clip`.
     """
     flat = flatten_known(grads)
-    leaves, spec = flat
-    taken = run_spine(rule, leaves, state, step, max_norm)
-    if taken is None:
-        taken = run_on_shards(rule, flat, state, step, max_norm)
+    spec = flat[1]
+    taken = run_spine(rule, flat, state, step, max_norm)
     if taken is not None:
         clipped, decision = taken
         return StepResult(clipped, spec.unflatten, decision, decision.state)
@@ -134,19 +132,21 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
 
 
 def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
-    rule: Any, leaves: list[Any], state: Any, step: Step, limit: Any = None
+    rule: Any, flat: tuple[list[Any], Any], state: Any, step: Step, limit: Any = None
 ) -> tuple[list[Any], Decision] | None:
-    """Take a step on the spine: return the clipped leaves, and what was decided.
+    """Take a step on the spine, given the leaves and the structure of a tree: return the clipped
+    leaves, and what was decided.
 
     ``None``, with nothing changed, if the spine does not apply. Leaves are not even validated,
-    since a backend measures only arrays that it knows. A ``limit`` is a constant in place of the
-    rule's.
+    since a backend measures only arrays that it knows. The structure is ``None`` if no leaf is
+    distributed. A ``limit`` is a constant in place of the rule's.
     """
     if not rule.on_spine or (state is None and rule.stateful):
         return None
+    leaves = flat[0]
     measured = _measure(rule, leaves, step)
     if measured is None:
-        return None
+        return _run_on_shards(rule, flat, state, step, limit)
 
     # The host reads no norm on an accelerator.
     if measured.norm is None:
@@ -417,19 +417,20 @@ class LocalLeaves(NamedTuple):
     """`HOST` or `LIBRARY`."""
 
 
-def run_on_shards(
-    rule: Any, flat: tuple[list[Any], Any], state: Any, step: Step, limit: Any = None
+def _run_on_shards(
+    rule: Any, flat: tuple[list[Any], Any], state: Any, step: Step, limit: Any
 ) -> tuple[list[Any], Decision] | None:
-    """Do as `run_spine` for the leaves and the structure of a tree with distributed leaves.
+    """Do as `run_spine` for a tree with distributed leaves.
 
     The norm is that of the local arrays, reduced over processes. After the reduction the step is
     taken here in any case, since another process would wait for this one. Before it a process may
     take the general path, which sends the same.
     """
-    limit = rule.constant if limit is None else limit
-    if not rule.on_spine or rule.links or (state is None and rule.stateful):
+    # A chain takes one step for each of its rules.
+    if flat[1] is None or rule.links:
         return None
     # The general path rounds factors that are too large for a dtype, and validates arrays.
+    limit = rule.constant if limit is None else limit
     if not never_amplifies(rule.curve) or not (limit is None or type(limit) in _NUMBERS):
         return None
     local = _open_local(flat, step)
@@ -491,15 +492,16 @@ def _open_local(flat: tuple[list[Any], Any], step: Step) -> LocalLeaves | None:
 
 
 def _takes_loss(rule: Choices, local: LocalLeaves, loss: Any) -> bool:
-    """Return whether a loss is not used, or reduced already, and where the norm is."""
-    if not isinstance(loss, Loss):
+    """Return whether a loss is not used, or is where the norm is."""
+    is_reduced = isinstance(loss, Loss)
+    if not is_reduced:
         check_step_arguments(loss)
-    if "loss" not in rule.limit.needs:
+    value = loss.mean if is_reduced else loss
+    if "loss" not in rule.limit.needs or value is None or type(value) in _NUMBERS:
         return True
-    if not isinstance(loss, Loss):
-        return False
-    is_read = loss.mean is None or type(loss.mean) in _NUMBERS
-    return is_read or local.mode == LIBRARY or local.place[0].readable(loss.mean)
+    backend = local.place[0]
+    is_array = BACKEND_CACHE.get(type(value)) is backend
+    return is_array and (local.mode == LIBRARY or backend.readable(value))
 
 
 def _measure_shards(rule: Choices, local: LocalLeaves, loss: Any) -> OneNorm:
@@ -516,19 +518,22 @@ def _measure_shards(rule: Choices, local: LocalLeaves, loss: Any) -> OneNorm:
         if rule.stateful:
             numbers = [sum([local.arrays[n] is not None for n in row]) for row in rows.leaves]
             values += math_.constants([np.asarray(number, np.float64) for number in numbers])
-        values = rows.reduce(math_, values)
+        losses = None
+        if "loss" in rule.limit.needs:
+            losses = loss_sums(backend, loss)
+        values, losses = rows.reduce(math_, values, losses or [])
         total = math_.add(values[:count], "sum")
         present = None
         if rule.stateful:
             present = [math_.xp.reshape(math_.add(values[count:], "sum") > 0, (1,))]
 
-        converted = None
-        if "loss" in rule.limit.needs and loss.mean is not None:
-            converted = convert_loss(math_, loss.mean, first)
+        mean = None
+        if "loss" in rule.limit.needs:
+            mean = reduced_loss(math_, loss, losses, first)
         norm = _norm_of_total(math_, total)
     if math_.host and present and present[0].all():
         present = None
-    return OneNorm(local.place, arrays, norm, converted, present)
+    return OneNorm(local.place, arrays, norm, mean, present)
 
 
 def _sums_of_rows(local: LocalLeaves, rows: list[list[int]]) -> list[Any]:

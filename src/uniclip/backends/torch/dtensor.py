@@ -315,6 +315,18 @@ def _are_dense(arrays: list[Any]) -> bool:
     return set(map(_LAYOUT, present)) <= {torch.strided} and not any(map(_RECORDED, present))
 
 
+def shards_of_gradients(params: list[Any]) -> list[Any] | None:
+    """Return the gradients of distributed parameters, and of regular ones beside them.
+
+    ``None`` if one is absent, or a parameter is of another class.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not set(map(type, params)) <= {module.DTensor, torch.nn.Parameter}:
+        return None
+    grads = [param.grad for param in params]
+    return None if type(None) in set(map(type, grads)) else grads
+
+
 def _find_shards(likes: list[Any]) -> Shards:
     """Return the shards of leaves."""
     if torch.compiler.is_compiling():

@@ -137,7 +137,7 @@ def clip_grad_norm_(
         if grads is not None:
             if _DISTRIBUTED and torch.distributed.is_initialized():
                 check_shards(parameters, "parameters", rule, None)
-            taken = run_spine(rule, grads, NOTHING, _IN_PLACE, max_norm)
+            taken = run_spine(rule, (grads, None), NOTHING, _IN_PLACE, max_norm)
             if taken is not None:
                 return _norm_of(taken[1])
 

@@ -13,6 +13,7 @@ from uniclip._errors import counted, summarize
 from uniclip._types import Step
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
+from uniclip.backends.torch.dtensor import is_dtensor, shards_of_gradients
 from uniclip.backends.torch.one_norm import gradients_of
 from uniclip.clipper import Clipper
 from uniclip.compose import rules_with_norms
@@ -20,9 +21,15 @@ from uniclip.integrations import looks_at
 from uniclip.integrations.torch.checks import can_skip, moves_nothing
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.parameters import Parameters
-from uniclip.integrations.torch.processes import any_found_inf, average_loss, several
+from uniclip.integrations.torch.processes import (
+    any_found_inf,
+    average_loss,
+    reduced_everywhere,
+    several,
+)
 from uniclip.integrations.torch.skip import Skip, skips_by_flag
 from uniclip.integrations.torch.state import RuleState
+from uniclip.rule import Rule
 
 ClosureLoss: TypeAlias = "torch.Tensor | float | None"
 """A loss as a closure returns it, or as it was set on the handle."""
@@ -71,9 +78,6 @@ class GradientClipping:
         """
         if not self._takes_spine or self._state.needs_check:
             return None
-        # Of several processes all decide by the mean of their losses, with a loss or without.
-        if self._needs_loss and several():
-            return None
 
         # The gradients are still those of the loss that a GradScaler has scaled.
         is_scaled = getattr(optimizer, "grad_scale", None) is not None
@@ -83,13 +87,17 @@ class GradientClipping:
         groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else self.params.tensors()
         grads = gradients_of(params)
+        spec = None
         if grads is None:
+            grads = shards_of_gradients(params)
+            spec = self.params.spec
+        if grads is None or self._averages_loss(params, loss):
             return None
         step = _IN_PLACE
         if loss is not None:
             loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
             step = Step(loss=loss, in_place=True)
-        taken = self._clipper.step_on_spine(grads, step)
+        taken = self._clipper.step_on_spine((grads, spec), step)
         if taken is None:
             return None
 
@@ -118,7 +126,7 @@ class GradientClipping:
             self._look_for_main_grads(params)
 
         # A process without any gradient takes part, too, or the others would wait.
-        if several() and self._needs_loss:
+        if self._averages_loss(params, loss):
             loss = average_loss(loss, device)
         found_inf = any_found_inf(self._flag_of(optimizer, grads), all_reduce, device)
 
@@ -143,6 +151,17 @@ class GradientClipping:
         if not self.can_skip or report.skipped is None:
             return False
         return self._decide_skip(optimizer, report.skipped, found_inf)
+
+    def _averages_loss(self, params: list[torch.Tensor], loss: ClosureLoss) -> bool:
+        """Return whether all processes average their losses before the step, with a loss or
+        without, since they have to decide alike.
+
+        Norms of distributed parameters that are reduced over all processes bring the loss along.
+        """
+        if not (self._needs_loss and several()):
+            return False
+        is_alone = type(self.rule) is Rule and self._all_reduce is None
+        return not is_alone or is_dtensor(loss) or not reduced_everywhere(params)
 
     def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:
         """Warn if parameters have their gradients in ``main_grad``, as those of Megatron do."""

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from uniclip._core.tree import place
+from uniclip._core.tree import Spec, flatten_known, place
 from uniclip._errors import check, stable
 
 ParamGroup: TypeAlias = dict[str, Any]
@@ -69,6 +69,8 @@ class Parameters:
         """The names of the parameters of each group, ``None`` for those that have only a number."""
         self._rows: dict[str, _Row] = {}
         """All parameters that are, or were, in the groups, by the paths of their state."""
+        self._spec: tuple[list[list[Any]], Spec] | None = None
+        """The structure of trees, with the keys that it was made of."""
         self._present_paths: list[str] = []
         """The paths of the parameters in the groups now."""
         self._sizes: list[int] = []
@@ -122,6 +124,14 @@ class Parameters:
         """Return a tensor for each parameter, by its group and name."""
         rest = iter(tensors)
         return [OrderedDict(zip(keys, rest, strict=False)) for keys in self.keys]
+
+    @property
+    def spec(self) -> Spec:
+        """The structure of these trees, found again when names or groups have changed."""
+        if self._spec is None or self._spec[0] is not self.keys:
+            numbers: Any = [OrderedDict.fromkeys(keys) for keys in self.keys]
+            self._spec = self.keys, flatten_known(numbers)[1]
+        return self._spec[1]
 
     def have_changed(self, params: list[torch.Tensor], *, in_step: bool) -> bool:
         """Return whether `update` has something to do for these parameters of the groups."""

@@ -29,6 +29,15 @@ def several() -> bool:
     return bool(distributed.get_world_size() > 1)
 
 
+def reduced_everywhere(params: Iterable[torch.Tensor]) -> bool:
+    """Return whether the gradient of a parameter is reduced over all processes at once."""
+    size = torch.distributed.get_world_size()
+    for param in params:
+        if is_dtensor(param) and param.requires_grad and size in param.device_mesh.shape:
+            return True
+    return False
+
+
 def check_shards(
     tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, all_reduce: AllReduce | None
 ) -> None:
@@ -115,9 +124,9 @@ def average_loss(loss: Number | None, device: torch.device | None) -> Loss:
         own = 0.0
     elif is_dtensor(loss):
         own = own.full_tensor()
-    value = torch.as_tensor(own, dtype=torch.float32, device=device).detach().reshape(())
 
     # A process without a loss adds nothing to the number of losses.
-    sums = torch.stack([value, torch.full_like(value, float(loss is not None))])
+    sums = torch.full((2,), float(loss is not None), device=device)
+    sums[0] = own.detach() if isinstance(own, torch.Tensor) else own
     torch.distributed.all_reduce(sums)
     return Loss(mean_loss(BACKEND, loss, sums.unbind()), loss)
