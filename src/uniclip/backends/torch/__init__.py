@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -41,6 +42,7 @@ from uniclip.backends.base import (
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import (
+    add_groups,
     call_bound,
     concatenated_squares,
     sum_of_squares,
@@ -61,6 +63,7 @@ from uniclip.backends.torch.modes import (
     valueless,
 )
 from uniclip.backends.torch.one_norm import (
+    LONG,
     SINGLE,
     are_separate_blocks,
     bound,
@@ -298,10 +301,25 @@ def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | No
             return None
         return sum_of_squares(list(map(host_view, arrays)), lengths)
 
-    norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
-    if None in norms:
+    norms = _norms_of_each(arrays)
+    if norms is None:
         return None
-    return np.square(norms)
+    return np.array(add_groups(np.square(norms).tolist(), lengths))
+
+
+def _norms_of_each(arrays: list[torch.Tensor]) -> list[float] | None:
+    """Return the norm of each array on the CPU, ``None`` if one is out of range."""
+    # One call for all short arrays. In long ones the conversion of each element takes longer.
+    is_short = [array.numel() < LONG for array in arrays]
+    short = torch._foreach_norm(list(compress(arrays, is_short)), 2, dtype=torch.float64)
+    norms_of_short = iter(torch.stack(short).tolist() if short else ())
+    norms: list[float] = []
+    for array, one_call in zip(arrays, is_short, strict=True):
+        norm = next(norms_of_short) if one_call else norm_of([array])
+        if norm is None:
+            return None
+        norms.append(norm)
+    return norms
 
 
 def sums_on_host(backend: _Torch, terms: Terms) -> list[View]:

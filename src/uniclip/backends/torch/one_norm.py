@@ -43,7 +43,7 @@ _ROW = 256
 """The number of squares that are added in a row: so few are accurate even if equal,
 and rows are read at memory speed.
 """
-_LONG = 2**13
+LONG = 2**13
 """The number of elements from which norms of rows take less time than a copy."""
 _MANY = 2**15
 """The same for a vector that is a copy already."""
@@ -235,7 +235,7 @@ def norm_of(arrays: Sequence[Tensor]) -> float | None:
         # are 0.
         doubtful = arrays
         if not (is_double or in_rows):
-            doubtful = [array for array in arrays if array.numel() >= _LONG]
+            doubtful = [array for array in arrays if array.numel() >= LONG]
         return norm if all([_is_zero(array) for array in doubtful]) else None
 
     # NaN is out of range, too.
@@ -269,7 +269,7 @@ def _pieces_of(arrays: Sequence[Tensor], *, double: bool) -> list[Tensor] | None
         if not array.is_cpu or not (is_full or (array.dtype in _HALVES and not double)):
             return None
         size = array.numel()
-        if size < _LONG:
+        if size < LONG:
             pieces.append(array if is_full else array.float())
             continue
 
