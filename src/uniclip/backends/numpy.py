@@ -546,7 +546,7 @@ def sums_of_arrays(terms: Terms) -> list[View]:
 
 def _squares_along_axes(array: View, axes: Axes, *, wide: bool) -> View:
     """Return ``Σ|x|²`` of an array along axes, in any memory layout."""
-    if axes is None or len(axes) == array.ndim:
+    if axes is None or (len(axes) == array.ndim and array.dtype.char in "fd"):
         return np.asarray(array_squares(array, wide))
     total = power_sum(BACKEND, array, 2, axes)
     if array.dtype.char not in "dD" or total.all():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import compress
@@ -311,11 +311,14 @@ def _norms_of_each(arrays: list[torch.Tensor]) -> list[float] | None:
     """Return the norm of each array on the CPU, ``None`` if one is out of range."""
     # One call for all short arrays. In long ones the conversion of each element takes longer.
     is_short = [array.numel() < LONG for array in arrays]
-    short = torch._foreach_norm(list(compress(arrays, is_short)), 2, dtype=torch.float64)
-    norms_of_short = iter(torch.stack(short).tolist() if short else ())
+    short = list(compress(arrays, is_short))
+    norms_of_short: Iterator[float] = iter(())
+    if short:
+        in_one_call = torch._foreach_norm(short, 2, dtype=torch.float64)
+        norms_of_short = iter(torch.stack(in_one_call).tolist())
     norms: list[float] = []
-    for array, one_call in zip(arrays, is_short, strict=True):
-        norm = next(norms_of_short) if one_call else norm_of([array])
+    for array, is_in_call in zip(arrays, is_short, strict=True):
+        norm = next(norms_of_short) if is_in_call else norm_of([array])
         if norm is None:
             return None
         norms.append(norm)
