@@ -11,6 +11,8 @@ import pytest
 from kit.joined import CHECKED, COUNTED, DERIVED, KEPT, LEARNS, REFUSALS, SAVED
 from kit.layouts import LAYOUTS, table
 from kit.pool import Pool, launched
+from kit.sharded import LAYOUTS as SHARDED
+from kit.sharded import RULES as ONE_NORM
 
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parents[1]
@@ -62,11 +64,43 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
         "drop_in_without_a_gradient",
         "layout_refused",
         "derived_of_addends",
+        "odd_locals",
+        "ranges",
+        "raises",
+        "losses_in_row",
+        "steps_in_backward",
     ],
 )
 def test_in_two(pool: Pool, check: str) -> None:
     """Two processes find the same as one."""
     pool.run(check, ranks=2)
+
+
+@pytest.mark.parametrize("rule", ONE_NORM)
+@pytest.mark.parametrize("layout", SHARDED)
+def test_one_norm(pool: Pool, layout: str, rule: str) -> None:
+    """One norm over local shards is that of one process, with few collectives."""
+    pool.run("one_norm", layout=layout, name=rule)
+
+
+@pytest.mark.parametrize("rule", ["constant", "skip", "zclip", "spikes"])
+@pytest.mark.parametrize("layout", SHARDED)
+def test_two_paths(pool: Pool, layout: str, rule: str) -> None:
+    """A process on the spine and one on the general path send the same."""
+    pool.run("two_paths", layout=layout, name=rule)
+
+
+@pytest.mark.parametrize("rule", ["constant", "skip", "autoclip", "zclip", "spikes"])
+@pytest.mark.parametrize("layout", SHARDED)
+def test_unread(pool: Pool, layout: str, rule: str) -> None:
+    """On an accelerator the host reads nothing."""
+    pool.run("unread", layout=layout, name=rule)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_fsdp1_of_whole_parameters(pool: Pool, original: bool) -> None:
+    """Whole parameters of FSDP1 count once."""
+    pool.run("known_whole", ranks=2, original=original)
 
 
 @pytest.mark.parametrize("rule", ["label", "state"])

@@ -23,6 +23,17 @@ from torch.distributed.tensor.debug import CommDebugMode
 import uniclip as uc
 from kit.layouts import LAYOUTS, RANKS, RULES, Flat, Net, fully_sharded, loss_of
 from kit.processes import alike, attached, flags, flags_of_all, layout, refused  # noqa: F401 - the pool calls some by name
+from kit.sharded import (  # noqa: F401 - the pool calls them by name
+    known_whole,
+    losses_in_row,
+    odd_locals,
+    one_norm,
+    raises,
+    ranges,
+    steps_in_backward,
+    two_paths,
+    unread,
+)
 from kit.trees import leaves
 from uniclip.integrations.torch import (
     attach,
@@ -739,6 +750,9 @@ def layout_refused() -> None:
     (p,) = optimizer.param_groups[0]["params"]
     (problem,) = check_layout(optimizer, uc.agc(0.1)).problems
     assert "norms along axes of grads[0]['a'] cannot be checked" in problem
+    # The shards of FSDP1 are vectors.
+    p.data, p.grad = p.detach().flatten(), None
+    p.grad = torch.ones_like(p)
     p._fsdp_flattened = rank() == 1
     check = check_layout(optimizer, JOINT)
     assert len(check.problems) == 1, check

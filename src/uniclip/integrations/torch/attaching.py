@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uniclip._core.collectives import AllReduce, Shared, check_shared, reducer_of
 from uniclip._errors import summarize
+from uniclip._types import Step
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
 from uniclip.clipper import Clipper
@@ -188,7 +189,8 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
         )
         raise ValueError(msg)
 
-    check_shards(params.tensors(), "optimizer", rule, all_reduce)
+    step = Step(all_reduce=all_reduce, shared=shared)
+    check_shards(params.tensors(), "optimizer", rule, step)
     if all_reduce is not None:
         # This raises an error for what cannot reduce.
         reducer_of(BACKEND, all_reduce)

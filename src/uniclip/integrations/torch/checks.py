@@ -180,7 +180,15 @@ def _raise_if_hooks_are_unknown(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _raise_if_not_replaceable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the step of an optimizer cannot be replaced."""
+    """Raise if the step of an optimizer cannot be replaced, or is not the one that is taken."""
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        msg = (
+            f"{type(optimizer).__qualname__}(overlap_with_ddp=True) takes its steps inside of "
+            "backward, before all gradients are there, and its step() does nothing; make it "
+            "without overlap_with_ddp"
+        )
+        raise ValueError(msg)
+
     # The new step is an attribute of the object, and its rule is found by a weak reference.
     kind = type(optimizer)
     if hasattr(type(getattr(kind, "step", None)), "__set__"):

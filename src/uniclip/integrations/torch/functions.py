@@ -136,7 +136,7 @@ def clip_grad_norm_(
         grads = gradients_of(parameters) if is_limit else None
         if grads is not None:
             if _DISTRIBUTED and torch.distributed.is_initialized():
-                check_shards(parameters, "parameters", rule, None)
+                check_shards(parameters, "parameters", rule, _IN_PLACE)
             taken = run_spine(rule, (grads, None), NOTHING, _IN_PLACE, max_norm)
             if taken is not None:
                 return _norm_of(taken[1])
@@ -169,7 +169,7 @@ def _clip_tensors(
     if type(max_norm) is not float or not max_norm >= 0:
         limit = _limit("max_norm", max_norm)
     if _DISTRIBUTED and torch.distributed.is_initialized():
-        check_shards(tensors, "parameters", rule, all_reduce)
+        check_shards(tensors, "parameters", rule, Step(None, all_reduce, shared=shared))
 
     _check_have_grads(tensors)
     grads = grads_of(tensors)
@@ -269,7 +269,7 @@ def get_total_norm(
     # These may be gradients, so it is not checked whether they can have one.
     leaves = _tensors(tensors, "tensors", absent=True)
     rule = _rule(norm_type, error_if_nonfinite)
-    check_shards(leaves, "tensors", rule, all_reduce)
+    check_shards(leaves, "tensors", rule, Step(None, all_reduce, shared=shared))
 
     values = [leaf if leaf is None else leaf.detach() for leaf in leaves]
     if all([value is None for value in values]):

@@ -24,7 +24,7 @@ from uniclip.integrations.torch.attaching import attach
 from uniclip.integrations.torch.checks import Optimizers, optimizers_of
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of, params_in
-from uniclip.integrations.torch.processes import several
+from uniclip.integrations.torch.processes import FSDP1_MARKS, several
 from uniclip.report import Report
 from uniclip.rule import BaseRule
 
@@ -318,7 +318,9 @@ def _copy(p: torch.Tensor) -> torch.Tensor:
     copy = torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
     if p.grad is not None:
         copy.grad = p.grad.detach().clone()
-    copy._fsdp_flattened = getattr(p, "_fsdp_flattened", False)  # noqa: SLF001 - FSDP1's mark
+    for mark in FSDP1_MARKS:
+        if hasattr(p, mark):
+            setattr(copy, mark, getattr(p, mark))
     return copy
 
 

@@ -13,7 +13,7 @@ import torch
 
 from uniclip._core.collectives import AllReduce, Loss, mean_loss, reducer_of
 from uniclip._errors import check_step_arguments, summarize
-from uniclip._types import Number
+from uniclip._types import Number, Step
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.compose import ByValue, Chain, rules_with_norms, walk_rules
@@ -38,20 +38,22 @@ def reduced_everywhere(params: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def check_shards(
-    tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, all_reduce: AllReduce | None
-) -> None:
-    """Raise if tensors are the parameters of FSDP1, which are shards that look like whole tensors,
-    unless ``all_reduce`` reduces their norm.
+FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param", "_unpadded_unsharded_size")
+"""What ``FullyShardedDataParallel`` sets on parameters: on all, and on those of several leaves."""
+
+
+def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, step: Step) -> None:
+    """Raise if tensors are parameters of FSDP1, which are regular tensors, and the step does not
+    say how to reduce their norm.
 
     Raises
     ------
     ValueError
-        If one of them is, and there are several processes.
+        If there are several processes, and some are shards without ``all_reduce``, or whole with
+        ``all_reduce`` and without ``shared``.
     """
-    if not any(getattr(tensor, "_fsdp_flattened", False) for tensor in tensors):
-        return
-    if not several():
+    marked = [tensor for tensor in tensors if getattr(tensor, "_fsdp_flattened", False)]
+    if not marked or not several():
         return
 
     # A clip by value needs no other process.
@@ -59,26 +61,53 @@ def check_shards(
     if not measuring:
         return
 
-    shards = (
-        f"{name} holds parameters of FullyShardedDataParallel (FSDP1), of which each process has "
-        "only a shard"
-    )
-    if all_reduce is None:
+    fsdp1 = f"{name} holds parameters of FullyShardedDataParallel (FSDP1)"
+    whole = _whole_ones(marked)
+    if whole and step.all_reduce is not None and step.shared is None:
         msg = (
-            f"{shards}, so each process would clip by another norm; use FSDP2 "
-            "(torch.distributed.fsdp.fully_shard), pass the process group of that module as "
-            "all_reduce=, or use its own clip_grad_norm_"
+            f"{fsdp1} that are whole in each process (NO_SHARD), so all_reduce= would count them "
+            "once for each; leave all_reduce= out if all are, or say which of them several of its "
+            "processes hold, by shared=lambda path, leaf: ..."
         )
         raise ValueError(msg)
 
-    # Each of these shards has elements of several parameters.
-    if not all(isinstance(inner, Rule) and inner.scope == all_leaves for inner in measuring):
+    if len(whole) < len(marked) and step.all_reduce is None:
         msg = (
-            f"{shards} of several parameters together, but {summarize(rule)} has a norm for each; "
-            "use FSDP2 (torch.distributed.fsdp.fully_shard), or a rule with one norm for all, "
-            "such as uc.by_global_norm(1.0)"
+            f"{fsdp1}, of which each process has only a shard, so each process would clip by "
+            "another norm; use FSDP2 (torch.distributed.fsdp.fully_shard), pass the process group "
+            "of that module as all_reduce=, or use its own clip_grad_norm_. If they are whole "
+            "(NO_SHARD with vectors alone), pass shared=lambda path, leaf: True as well"
         )
         raise ValueError(msg)
+
+    # A shard, and a flat parameter, have elements of several leaves.
+    flat = [tensor for tensor in marked if hasattr(tensor, "_is_flat_param")]
+    has_each = not all(isinstance(i, Rule) and i.scope == all_leaves for i in measuring)
+    if has_each and (flat or len(whole) < len(marked)):
+        msg = (
+            f"{fsdp1}, which have several leaves together or parts of them, but "
+            f"{summarize(rule)} has a norm for each; use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard), or a rule with one norm for all, such as "
+            "uc.by_global_norm(1.0)"
+        )
+        raise ValueError(msg)
+
+
+def _whole_ones(marked: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those parameters of FSDP1 that are known to be whole.
+
+    A flat parameter has its whole size. Those with their own shapes (``use_orig_params``) share the
+    storage of their module; if they were shards, all of them would be vectors.
+    """
+    storages = [tensor.untyped_storage().data_ptr() for tensor in marked]
+    of_whole = {s for s, tensor in zip(storages, marked, strict=True) if tensor.ndim > 1}
+    whole = []
+    for storage, tensor in zip(storages, marked, strict=True):
+        size = getattr(tensor, "_unpadded_unsharded_size", None)
+        is_whole_flat = size is not None and tensor.numel() >= size.numel()
+        if is_whole_flat or storage in of_whole:
+            whole.append(tensor)
+    return whole
 
 
 def raise_if_unnamed(
