@@ -65,6 +65,7 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
         "layout_refused",
         "derived_of_addends",
         "odd_locals",
+        "offloaded",
         "ranges",
         "raises",
         "losses_in_row",

@@ -27,6 +27,7 @@ from kit.sharded import (  # noqa: F401 - the pool calls them by name
     known_whole,
     losses_in_row,
     odd_locals,
+    offloaded,
     one_norm,
     raises,
     ranges,

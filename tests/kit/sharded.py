@@ -260,6 +260,27 @@ def unread(layout: str, name: str) -> None:
         same(report.norms, its.norms)
 
 
+def offloaded() -> None:
+    """Check gradients on the host in a group for accelerators alone: the sums travel there."""
+    full = full_gradients(0)
+    grads = fsdp2(full)
+    moved = []
+    move = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+        # There is no such device here.
+        if where and str(where[0]) == "cuda":
+            moved.append(tensor.numel())
+            return move(tensor, "cpu")
+        return move(tensor, *where, **options)
+
+    config = mock.patch.object(distributed, "get_backend_config", return_value="cuda:nccl")
+    with config, mock.patch.object(torch.Tensor, "to", to):
+        report = uc.clip_(grads, RULES["constant"])
+    assert moved == [1]
+    same(report.norms, uc.global_norm(full))
+
+
 def known_whole(*, original: bool) -> None:
     """Check parameters of FSDP1 that are whole, by ``NO_SHARD``: they count once."""
     with warnings.catch_warnings():

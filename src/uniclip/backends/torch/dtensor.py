@@ -410,14 +410,14 @@ def _all_reduce(groups: Sequence[ProcessGroup], array: torch.Tensor, op: Op) -> 
     """Return a new array, reduced over one process group after the other."""
     for group in groups:
         # PyTorch's collective records no derivative, so an autograd function wraps it.
-        reduce = _reduce_over_group
+        reduce = reduce_over_group
         if tracing() or is_recorded(array):
             reduce = _Reduced.apply
         array = reduce(array, op, group)
     return array
 
 
-def _reduce_over_group(array: torch.Tensor, op: Op, group: ProcessGroup) -> torch.Tensor:
+def reduce_over_group(array: torch.Tensor, op: Op, group: ProcessGroup) -> torch.Tensor:
     """Return a new array, reduced over a process group without a derivative."""
     operation = torch.distributed.ReduceOp.MAX
     if op == "sum":
@@ -425,8 +425,25 @@ def _reduce_over_group(array: torch.Tensor, op: Op, group: ProcessGroup) -> torc
 
     # `all_reduce` overwrites its argument, which the caller still uses.
     reduced = array.clone()
+    # A group for accelerators alone is enough for gradients that FSDP2 has offloaded to the host.
+    if array.is_cpu and not tracing():
+        reduced = reduced.to(_device_of(group))
     torch.distributed.all_reduce(reduced, operation, group=group)
-    return reduced
+    return reduced.to(array.device)
+
+
+def _device_of(group: ProcessGroup) -> str:
+    """Return the type of a device whose tensors a group reduces: the CPU, if it does."""
+    known = _device_types.get(group)
+    if known is None:
+        # Such as "cpu:gloo,cuda:nccl".
+        config = torch.distributed.get_backend_config(group).split(",")
+        types = [of_device.split(":")[0] for of_device in config]
+        known = _device_types[group] = "cpu" if "cpu" in types else types[0]
+    return known
+
+
+_device_types: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
 class _Reduced(torch.autograd.Function):  # type: ignore[misc]
@@ -438,7 +455,7 @@ class _Reduced(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(array: torch.Tensor, op: Op, group: ProcessGroup) -> torch.Tensor:
         """Reduce."""
-        return _reduce_over_group(array, op, group)
+        return reduce_over_group(array, op, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -456,7 +473,7 @@ class _Reduced(torch.autograd.Function):  # type: ignore[misc]
         if ctx.op == "max":
             array, top = ctx.saved_tensors
             is_top = (array == top).to(slope.dtype)
-            slope = slope * is_top / _reduce_over_group(is_top, "sum", ctx.group)
+            slope = slope * is_top / reduce_over_group(is_top, "sum", ctx.group)
         return slope, None, None
 
 

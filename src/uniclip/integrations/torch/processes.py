@@ -15,7 +15,7 @@ from uniclip._core.collectives import AllReduce, Loss, mean_loss, reducer_of
 from uniclip._errors import check_step_arguments, summarize
 from uniclip._types import Number, Step
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch.dtensor import is_dtensor
+from uniclip.backends.torch.dtensor import is_dtensor, reduce_over_group
 from uniclip.compose import ByValue, Chain, rules_with_norms, walk_rules
 from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import all_leaves
@@ -157,5 +157,5 @@ def average_loss(loss: Number | None, device: torch.device | None) -> Loss:
     # A process without a loss adds nothing to the number of losses.
     sums = torch.full((2,), float(loss is not None), device=device)
     sums[0] = own.detach() if isinstance(own, torch.Tensor) else own
-    torch.distributed.all_reduce(sums)
+    sums = reduce_over_group(sums, "sum", torch.distributed.group.WORLD)
     return Loss(mean_loss(BACKEND, loss, sums.unbind()), loss)
