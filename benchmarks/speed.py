@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Time uniclip next to each framework's own clipping.
 
-``step`` times it in a training step, ``rules`` times rules with one norm there, and ``growth`` many
-leaves. In every round each contender runs as often as the others, in a random order; a ratio is the
-median of the rounds' ratios. Each framework has a process of its own. The documentation shows the
-results in ``docs/speed-step.json``, ``docs/speed-rules.json`` and ``docs/speed-growth.json``.
+``step`` times it in a training step, ``rules`` times rules with one norm there, ``processes`` times
+the host under FSDP2, and ``growth`` many leaves. In every round each contender runs as often as the
+others, in a random order; a ratio is the median of the rounds' ratios. Each framework has a process
+of its own. The documentation shows the results in ``docs/speed-COMMAND.json``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import many
+import processes
 import rules
 import steps
 from timing import Row, save
@@ -35,7 +36,7 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
 }
 """The environment of measurements: CPU only, without compilation caches."""
-COMMANDS = {"step": steps, "rules": rules, "growth": many}
+COMMANDS = {"step": steps, "rules": rules, "processes": processes, "growth": many}
 
 
 def measured(
@@ -69,7 +70,7 @@ def machine() -> dict[str, Any]:
 
 def line(row: Row) -> str:
     """Return a row as a line of text."""
-    numbers = {"us", "times", "cost", "clipped"}
+    numbers = {"us", "times", "cost", "host", "collectives", "clipped"}
     about = [str(value) for name, value in row.items() if name not in numbers]
     about += {None: [], True: ["clipped"], False: ["not clipped"]}[row.get("clipped")]
     parts = [f"{name} {us:,.1f} µs" for name, us in row["us"].items()]

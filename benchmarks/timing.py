@@ -24,7 +24,12 @@ def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
     return row(in_turn(calls, prepare, rounds))
 
 
-def in_turn(calls: dict[str, Call], prepare: Call, rounds: int) -> dict[str, list[float]]:
+def in_turn(
+    calls: dict[str, Call],
+    prepare: Call,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Return the median seconds of each call in each round; see `interleave`."""
     order, shuffle = list(calls), random.Random(0).shuffle  # noqa: S311 - no secret
     medians: dict[str, list[float]] = {name: [] for name in calls}
@@ -34,9 +39,9 @@ def in_turn(calls: dict[str, Call], prepare: Call, rounds: int) -> dict[str, lis
             shuffle(order)
             for name in order:
                 prepare()
-                start = time.perf_counter()
+                start = clock()
                 calls[name]()
-                spent[name].append(time.perf_counter() - start)
+                spent[name].append(clock() - start)
         for name, seconds in spent.items():
             medians[name].append(float(np.median(seconds)))
     # The first round compiles.

@@ -25,6 +25,7 @@ DATA = (
     "choosing",
     "speed-step",
     "speed-rules",
+    "speed-processes",
     "speed-growth",
     "speed-gpu",
     "launches",
@@ -35,11 +36,12 @@ DATA = (
 def everything() -> None:
     """Write all generated tables and figures."""
     pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
-    compared, choosing, *speed = (json.loads((HERE / f"{name}.json").read_bytes()) for name in DATA)
+    results = {name: json.loads((HERE / f"{name}.json").read_bytes()) for name in DATA}
+    compared, choosing = results["compared-pages"], results["choosing"]
     texts = {"promises": contract.table(), "dtypes": contract.dtypes()} | rule_tables.parts()
     texts |= clip_shares.parts() | choosing_table.parts(choosing)
     texts |= {f"compared-{name}": text for name, text in compared["parts"].items()}
-    texts |= {f"speed-{name}": text for name, text in performance_tables.parts(*speed).items()}
+    texts |= {f"speed-{name}": text for name, text in performance_tables.parts(results).items()}
     for folder in (pictures, tables):
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

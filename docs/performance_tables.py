@@ -17,14 +17,14 @@ DTYPES = ("float32", "bfloat16")
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
-def parts(
-    step: dict[str, Any],
-    rules: dict[str, Any],
-    growth: dict[str, Any],
-    gpu: dict[str, Any],
-    launches: dict[str, list[int]],
-) -> dict[str, str]:
-    """Return the tables by name."""
+def parts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the tables by name, given the results by the names of their files."""
+    step = results["speed-step"]
+    rules = results["speed-rules"]
+    processes = results["speed-processes"]
+    growth = results["speed-growth"]
+    gpu = results["speed-gpu"]
+    launches = results["launches"]
     rows = step["rows"]
     torch, others = (
         [row for row in rows if (row["framework"] == "torch") is wanted] for wanted in (True, False)
@@ -40,6 +40,10 @@ def parts(
         "rules": table(
             ["a step of SGD", *[row["what"] for row in rules["rows"]]], costs(rules["rows"])
         ),
+        "processes": table(
+            ["on two processes", *models(processes["rows"]), "collectives"],
+            on_processes(processes["rows"]),
+        ),
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
         "growth": table(
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
@@ -52,6 +56,7 @@ def parts(
         ),
         "launches": table(["kernels", "rules"], by_launches(launches)),
         "gpu-versions": gpu_versions(gpu["about"]),
+        "processes-versions": f"Steps on two processes were {versions(processes['about'])}",
         "versions": (
             f"Training steps were {versions(step['about'])} "
             f"Compiled code was {versions(growth['about'])}"
@@ -90,6 +95,31 @@ def costs(rows: list[Row]) -> Iterator[list[str]]:
     """Yield the time of a step by each rule over that of the constant limit, with quartiles."""
     for rule in rows[0]["cost"]:
         yield [f"`{rule}`", *[with_quartiles(row["cost"][rule]) for row in rows]]
+
+
+def models(rows: list[Row]) -> list[str]:
+    """Return the models of some rows."""
+    return list(dict.fromkeys(row["what"] for row in rows))
+
+
+def on_processes(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the host's time of a clip over that of the native function, with quartiles, and its
+    collectives.
+    """
+    for clipped in (False, True):
+        some = [row for row in rows if row["clipped"] is clipped]
+        for name, count in some[0]["collectives"].items():
+            if name == "native":
+                cells = [duration(row["us"][name]) for row in some]
+            else:
+                cells = [with_quartiles(row["host"][name]) for row in some]
+            title = f"{name_of(name)}, {'' if clipped else 'not '}clipped"
+            yield [title, *cells, str(count)]
+
+
+def name_of(name: str) -> str:
+    """Return a contender's name for a table."""
+    return "PyTorch's `clip_grad_norm_`" if name == "native" else f"`{name}`"
 
 
 def training(rows: list[Row]) -> Iterator[list[str]]:

@@ -28,12 +28,18 @@ EXACT = sys.version_info[:2] == (3, 11)
 """True for the versions of the recorded numbers; others may call less."""
 
 
-def counted(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> tuple[int, int]:
-    """Return the numbers of Python and other functions in a call with new arguments."""
+def counted(
+    call: Callable[..., Any], make: Callable[[], tuple[Any, ...]], folder: str = ""
+) -> tuple[int, int]:
+    """Return the numbers of Python and other functions in a call with new arguments.
+
+    Only those of files in a ``folder`` are counted, if there is one.
+    """
     counts = {"call": 0, "c_call": 0}
 
     def listen(frame: Any, event: str, arg: Any) -> None:
-        if event in counts and not (event == "call" and frame.f_code.co_name in INLINED):
+        inlined = event == "call" and frame.f_code.co_name in INLINED
+        if event in counts and not inlined and folder in frame.f_code.co_filename:
             counts[event] += 1
 
     # The first calls import, compile and fill caches.
@@ -139,21 +145,78 @@ def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.only("numpy", "torch")
-def test_calls(framework: Framework) -> None:
-    """The numbers of called functions are the recorded ones.
+def of_shards() -> dict[str, tuple[int, int]]:
+    """Return the numbers of uniclip's own functions in calls on local shards.
+
+    There is one process, which sends nothing.
+    """
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from uniclip.integrations.torch import attach, clip_grad_norm_
+
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    full = [torch.ones(4, 3 + number) for number in range(10)]
+    params = [torch.nn.Parameter(distribute_tensor(one, mesh, [Shard(0)])) for one in full]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+
+    def make() -> tuple[()]:
+        for param, one in zip(params, full, strict=True):
+            param.grad = distribute_tensor(one.clone(), mesh, [Shard(0)])
+            # The gradients of FSDP2 have the layout of their parameter.
+            param.grad._spec = param._spec
+        return ()
+
+    found = {
+        f"clip_grad_norm_{title}": counted(
+            lambda c=c: clip_grad_norm_(params, c), make, "/uniclip/"
+        )
+        for title, c in (("", 1.0), (" below", 1e9))
+    }
+    rules = {
+        "by_global_norm": uc.by_global_norm(1.0),
+        "skip": uc.by_global_norm(1.0, nonfinite="skip"),
+        "zclip": uc.zclip(warmup=2),
+        "by_norm": uc.by_norm(0.5),
+        "agc": uc.agc(0.01),
+    }
+    for name, rule in rules.items():
+        handle = attach(optimizer, rule)
+        found[f"attach {name}"] = counted(optimizer.step, make, "/uniclip/")
+        handle.remove()
+    return found
+
+
+def judge_all(what: str) -> None:
+    """Require the recorded numbers of a framework, or of local shards.
 
     They are counted in a process of its own, since earlier calls, such as `torch.compile`, may wrap
     functions for good.
     """
     done = subprocess.run(
-        [sys.executable, __file__, framework.name], check=True, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, what], check=True, stdout=subprocess.PIPE, text=True
     )
     print(done.stdout)  # noqa: T201 - shown if the test fails
     found = json.loads(done.stdout)
-    assert found.keys() == RECORDED[framework.name].keys()
+    assert found.keys() == RECORDED[what].keys()
     for name, counts in found.items():
-        judge(framework.name, name, counts)
+        judge(what, name, counts)
+
+
+@pytest.mark.only("numpy", "torch")
+def test_calls(framework: Framework) -> None:
+    """The numbers of called functions are the recorded ones."""
+    judge_all(framework.name)
+
+
+@pytest.mark.needs("torch")
+def test_calls_on_shards() -> None:
+    """So are those of uniclip on the local shards of FSDP2."""
+    judge_all("shards")
 
 
 VIEWS = {
@@ -278,6 +341,9 @@ def test_one_norm_does_not_grow(name: str) -> None:
 
 
 if __name__ == "__main__":  # print what is recorded of a framework
-    print(  # noqa: T201
-        json.dumps({name: counted(*case) for name, case in cases(EAGER[sys.argv[1]][0]()).items()})
-    )
+    if sys.argv[1] == "shards":
+        of_all = of_shards()
+    else:
+        calls = cases(EAGER[sys.argv[1]][0]())
+        of_all = {name: counted(*case) for name, case in calls.items()}
+    print(json.dumps(of_all))  # noqa: T201

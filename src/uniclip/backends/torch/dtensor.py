@@ -511,10 +511,7 @@ class Distributed(Backend[torch.Tensor]):
             return _replicate(like.device_mesh, array)
         return array
 
-    def open_shards(
-        self, leaves: list[Any], params: list[Any] | None = None
-    ) -> tuple[list[Any], Shards]:
-        return open_shards(leaves, params)
+    open_shards = staticmethod(open_shards)
 
     def reducer(self, all_reduce: object) -> Reduce | None:
         groups = _groups_of(all_reduce)
