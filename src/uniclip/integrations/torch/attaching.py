@@ -140,8 +140,9 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
     The handle can be dropped. It keeps the optimizer alive, but not the other way around.
 
     With several processes in ``torch.distributed``, a rule that uses the loss gets the mean of
-    their losses, so that all decide alike. This takes one small reduction in the default group, in
-    which every process must take part at each step, with a loss or without.
+    their losses, so that all decide alike. Every process must take part at each step, with a loss
+    or without. The losses are sent with the norm if the parameters are distributed over all
+    processes, as by FSDP2; else in one small reduction of the default group.
 
     Examples
     --------
