@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
-from uniclip._core.spine import Decision, run_spine
+from uniclip._core.spine import run_spine, run_step
 from uniclip._core.tree import Flat, flatten, flatten_known, place
 from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T, Tree
@@ -387,11 +387,11 @@ class Clipper:
         # A user's class need not derive from `BaseRule`.
         if getattr(self.rule, "on_spine", False):
             # `flatten_known` treats an iterator as a leaf, so the general path can still read it.
-            flat = flatten_known(grads)
-            taken = self.step_on_spine(flat, step)
+            known_leaves, known_spec = flatten_known(grads)
+            taken = self.step_on_spine(known_leaves, step)
             if taken is not None:
                 clipped_leaves, _, report = taken
-                return flat[1].unflatten(clipped_leaves), report
+                return known_spec.unflatten(clipped_leaves), report
         return self._step_generally(grads, step)
 
     def _step_generally(self, grads: Any, step: Step) -> tuple[Any, Report]:
@@ -463,11 +463,13 @@ class Clipper:
         self._last = self._last._replace(report=None)
 
     def step_on_spine(
-        self, flat: tuple[list[Any], Any], step: Step
-    ) -> tuple[list[Any], Decision, Report] | None:
-        """Take a step on the spine, and hold its state and its report; see `run_spine`.
+        self, leaves: list[Any], step: Step, spec: Any = None
+    ) -> tuple[list[Any], Any, Report] | None:
+        """Take a step on the spine, and hold its state and its report; return the leaves, whether
+        the step is skipped, and the report.
 
-        ``None``, with nothing changed, if the step does not take it.
+        ``None``, with nothing changed, if the step does not take it. With a structure, ``spec``,
+        the leaves are distributed: any rule but a chain then takes its step here.
         """
         rule = self.rule
         last = self._last
@@ -475,19 +477,23 @@ class Clipper:
         # first step makes the state.
         if type(rule) not in _ON_SPINE or self.record is not None or last.state is None:
             return None
-        taken = run_spine(rule, flat, last.state, step)
-        if taken is None:
-            return None
+        if spec is not None and type(rule) is Rule:
+            result = run_step(rule, Flat(leaves, spec), last.state, step)
+            clipped, state, decided = result.leaves, result.state, result.values
+        else:
+            taken = run_spine(rule, leaves, last.state, step)
+            if taken is None:
+                return None
+            clipped, decided = taken
+            state = decided.state
 
-        clipped, decision = taken
-        report = decision.report()
-        state = decision.state
-        if rule.stateful and type(decision.norm) is not float:
+        report = decided.report()
+        if rule.stateful and type(getattr(decided, "norm", None)) is not float:
             state = to_remember(state, last.state)
         # Not `_replace`, which takes a microsecond of each step.
         self._last = _Last(state, report, last.leaves, last.spec, loaded=None, kept=last.kept)
-        self._see(report, skipped=decision.skipped is True)
-        return clipped, decision, report
+        self._see(report, skipped=decided.skipped is True)
+        return clipped, decided.skipped, report
 
     def _see(self, report: Report, *, skipped: bool) -> None:
         """Keep what is seen of a step for `logs`, and warn of a run that does not train."""

@@ -138,13 +138,13 @@ class Chain(BaseRule):
     def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Tree, Report]:
         """Run the rules; see `Rule.update`."""
         if self.on_spine:
-            flat = flatten_known(grads)
-            taken = run_spine(self, flat, state, step)
+            leaves, spec = flatten_known(grads)
+            taken = run_spine(self, leaves, state, step)
             if taken is not None:
                 clipped, decision = taken
                 # In place, the caller gets the same tree back, unless it is used up.
                 same = step.in_place and not isinstance(grads, Iterator)
-                tree = grads if same else flat[1].unflatten(clipped)
+                tree = grads if same else spec.unflatten(clipped)
                 return tree, decision.state, decision.report()
 
         old_states: Sequence[Tree] = [NoState()] * len(self.rules)

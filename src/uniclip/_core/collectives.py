@@ -13,9 +13,11 @@ run of one process uses nothing of this module.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from functools import lru_cache, partial
+from functools import partial
+from itertools import accumulate, pairwise
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -30,12 +32,9 @@ from uniclip.backends import backend_by
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import (
     NUMPY,
-    RECORDED,
-    TRACED,
     Backend,
     Op,
     Reduce,
-    Shards,
     Terms,
     cast,
     kept_lengths,
@@ -271,18 +270,13 @@ class Collectives:
 
         They reduce what belongs to no leaf, such as losses.
         """
-        self._parts = [_parts_of(plan, tree) for tree in trees] if self.mesh_groups else []
+        self._parts = [_parts_of(plan, tree, n) for n, tree in enumerate(trees)]
         # Replicas that are reduced by themselves may differ in the last bit. Where a rule decides
         # more than a factor, all processes have to decide alike, so all reduce every sum.
         self._everywhere: list[Any] = []
-        if rule.decides and not (self.norms_sharded or self._has_derivatives):
+        if rule.decides and not (self.norms_sharded or plan.math.derives):
             self._everywhere = groups
         self._shard_sums: dict[Hashable, ShardSums] = {}
-
-    @property
-    def _has_derivatives(self) -> bool:
-        """Whether sums may have derivatives. In these replicas count once."""
-        return self._plan.math.mode in {RECORDED, TRACED}
 
     def reduce_sums(
         self, trees: Sequence[OpenedTree], terms: Sequence[Terms], payload: Payload
@@ -311,7 +305,7 @@ class Collectives:
 
         ``None`` if no leaf has replicas.
         """
-        shards = tree.shards if self._has_derivatives else {}
+        shards = tree.shards if self._plan.math.derives else {}
         if self.replicas is None and not shards:
             return None
         return partial(self._weigh, shards, p, self._plan.order if order is None else order)
@@ -344,7 +338,7 @@ class Collectives:
         math_ = self._plan.math
         op = op_of(terms[0].p) if terms else "sum"
         shard_sums = self._shard_sums_of(trees, counts=payload.present is not None)
-        vector, own = shard_sums.add_local(trees, terms, self.weigher)
+        vector = shard_sums.add_local(trees, terms, self.weigher)
         extras = Payload(payload.losses, payload.nonfinite_arrays)
         for group in dict.fromkeys([*shard_sums.groups, *self.mesh_groups]):
             sent = shard_sums.sent(vector, group)
@@ -355,7 +349,7 @@ class Collectives:
                 reduced = reduce_payload(math_, sent, op, group)
             vector = shard_sums.put_back(vector, group, reduced[: len(sent)])
 
-        blocks = shard_sums.blocks(vector, own, op)
+        blocks = shard_sums.blocks(vector, op)
         count = len(trees) * len(self._plan.blocks)
         if payload.present is not None:
             extras = extras._replace(present=blocks[count:])
@@ -363,12 +357,13 @@ class Collectives:
 
     def _shard_sums_of(self, trees: Sequence[OpenedTree], *, counts: bool) -> ShardSums:
         """Return how the sums of some trees are reduced; it is made once for a plan."""
-        numbers = tuple([int(tree.name == "params") for tree in trees])
-        key = numbers, counts
+        sources = tuple([int(tree.name == "params") for tree in trees])
+        key = sources, counts
         if key not in self._shard_sums:
-            sources = take(self._parts, numbers)
-            counted = self._parts[0] if counts else []
-            self._shard_sums[key] = ShardSums(self._plan, sources, counted, self._everywhere)
+            parts = [part for source in sources for part in self._parts[source]]
+            if counts:
+                parts += [part._replace(source=_COUNTS, lengths=()) for part in self._parts[0]]
+            self._shard_sums[key] = ShardSums(self._plan, parts, self._everywhere)
         return self._shard_sums[key]
 
     def true_in_all_shards(self, flags: list[Any]) -> list[Any]:
@@ -398,6 +393,8 @@ class Collectives:
 class _Part(NamedTuple):
     """The leaves of one norm whose shards are held by the same processes."""
 
+    source: int
+    """The number of its tree. The numbers of gradients are one more tree, `_COUNTS`."""
     block: int
     row: int
     groups: tuple[Any, ...]
@@ -408,28 +405,18 @@ class _Part(NamedTuple):
     """Those that this process has."""
     lengths: tuple[int, ...]
     """The lengths of the axes that its norm keeps."""
-    source: int = 0
-    """The number of its tree. The numbers of gradients are one more tree."""
-    weight: int = 1
-    """How many processes of the groups have the same elements."""
 
     @property
     def size(self) -> int:
         """The number of its elements."""
         return math.prod(self.lengths)
 
-    def reduced_over(self, groups: Sequence[Any]) -> _Part:
-        """Return the part reduced over more groups, whose processes have the same elements."""
-        if not self.groups:
-            return self
-        sizes = [group.size for group in groups if group not in self.groups]
-        return self._replace(groups=tuple(groups), weight=math.prod(sizes))
+
+_COUNTS = 2
 
 
-def _parts_of(plan: Plan, tree: OpenedTree) -> list[_Part]:
+def _parts_of(plan: Plan, tree: OpenedTree, source: int) -> list[_Part]:
     """Return the parts of all norms, those with the same processes side by side in each block."""
-    # A derivative counts each replica, so all of them are reduced, see `Collectives._weigh`.
-    replicas = plan.math.mode in {RECORDED, TRACED}
     norms = iter(plan.members)
     parts: list[_Part] = []
     for number, block in enumerate(plan.blocks):
@@ -438,7 +425,10 @@ def _parts_of(plan: Plan, tree: OpenedTree) -> list[_Part]:
             by_groups: dict[Any, list[int]] = {}
             for leaf in next(norms):
                 shard = tree.shard(leaf)
-                groups = () if shard is None else shard.groups(plan.axes[leaf], replicas=replicas)
+                groups = ()
+                if shard is not None:
+                    # A derivative counts each replica, so all of them are reduced.
+                    groups = shard.groups(plan.axes[leaf], replicas=plan.math.derives)
                 by_groups.setdefault(groups, []).append(leaf)
 
             for groups, leaves in by_groups.items():
@@ -446,7 +436,7 @@ def _parts_of(plan: Plan, tree: OpenedTree) -> list[_Part]:
                 # A process whose gradient is absent takes part, or others would wait for it.
                 if present or groups:
                     lengths = _kept_of(plan, tree, (*present, *leaves)[0])
-                    part = _Part(number, row, groups, tuple(leaves), present, lengths)
+                    part = _Part(source, number, row, groups, tuple(leaves), present, lengths)
                     of_block.setdefault(groups, []).append(part)
 
         for of_groups in of_block.values():
@@ -469,56 +459,50 @@ class ShardSums:
     same in all processes. Elements are found by arrays of indices, which are made once.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        sources: Sequence[list[_Part]],
-        counted: list[_Part],
-        everywhere: Sequence[Any],
-    ) -> None:
+    def __init__(self, plan: Plan, parts: list[_Part], everywhere: Sequence[ShardGroup]) -> None:
         self._plan = plan
-        # Gradients are counted as if they were one more tree with the sum 1 for each leaf.
-        counts = len(sources)
-        parts = [part._replace(source=n) for n, of_tree in enumerate(sources) for part in of_tree]
-        parts += [part._replace(source=counts, lengths=()) for part in counted]
-        if everywhere:
-            parts = [part.reduced_over(everywhere) for part in parts]
-        self.groups = _distinct([part.groups for part in parts])
-        """All groups of processes, in the same order in each process, or they would deadlock."""
-
-        # Most norms along axes belong to one process. They stay out of the vector.
-        self._orders = [
-            _order_of(plan, [part for part in parts if part.source == n]) for n in range(counts)
-        ]
-        own = set().union(*[order.own for order in self._orders])
-        parts = [part for part in parts if (part.source, part.block) not in own]
-
+        self._everywhere = tuple(everywhere)
         # Sums come first in the vector, then counts, then zeros for gradients that are absent here.
-        computed = [part for part in parts if part.source < counts and part.present]
-        of_counts = [part for part in parts if part.source == counts]
-        missing = [part for part in parts if part.source < counts and not part.present]
-        constants = [float(len(part.present)) for part in of_counts]
-        for part in missing:
-            constants += [0.0] * part.size
+        computed = [part for part in parts if part.source != _COUNTS and part.present]
+        counted = [part for part in parts if part.source == _COUNTS]
+        missing = [part for part in parts if part.source != _COUNTS and not part.present]
+        self._parts = [*computed, *counted, *missing]
+        ends = list(accumulate([part.size for part in self._parts], initial=0))
+        self._size = ends[-1]
+        self._places = [list(range(start, end)) for start, end in pairwise(ends)]
+
+        constants = [float(len(part.present)) for part in counted]
+        constants += [0.0] * sum([part.size for part in missing])
         self._constants = np.asarray(constants, np.float64)
+        self._weights = self._find_weights()
+        sources = sorted({part.source for part in parts})
+        self._orders = {n: _order_of(plan, [p for p in computed if p.source == n]) for n in sources}
+        self.groups = _distinct(list(map(self._reduced_over, parts)))
+        """All groups of processes, in the same order in each process, or they would deadlock."""
+        self._sent = {group: self._find_sent(group) for group in self.groups}
+        blocks = range(len(plan.blocks))
+        self._rows = [self._find_rows(source, block) for source in sources for block in blocks]
 
-        parts = [*computed, *of_counts, *missing]
-        places = _places_of(parts)
-        self._size = sum([part.size for part in parts])
-        self._weights = _weights_of(parts)
-        self._sent = {group: self._find_sent(parts, places, group) for group in self.groups}
-        self._rows = [
-            self._find_rows(parts, places, (source, block))
-            for source in range(counts + bool(counted))
-            for block in range(len(plan.blocks))
-        ]
+    def _reduced_over(self, part: _Part) -> tuple[Any, ...]:
+        """Return the groups of processes that reduce a part."""
+        return (self._everywhere or part.groups) if part.groups else ()
 
-    def _find_sent(self, parts: list[_Part], places: list[list[int]], group: Any) -> _Sent:
+    def _find_weights(self) -> Any:
+        """Return the factors of all elements by which replicas count once, ``None`` if all are 1."""
+        weights: list[float] = []
+        for part in self._parts:
+            groups = self._reduced_over(part)
+            replicas = math.prod([group.size for group in groups if group not in part.groups])
+            weights += [1 / replicas] * part.size
+        return np.asarray(weights) if set(weights) - {1.0} else None
+
+    def _find_sent(self, group: ShardGroup) -> _Sent:
         """Return the elements that a group reduces."""
+        pairs = zip(self._parts, self._places, strict=True)
         sent: list[int] = []
-        for number in sorted(range(len(parts)), key=lambda n: (parts[n].source, parts[n].leaves)):
-            if group in parts[number].groups:
-                sent += places[number]
+        for part, place in sorted(pairs, key=lambda pair: (pair[0].source, pair[0].leaves)):
+            if group in self._reduced_over(part):
+                sent += place
 
         # The reduced elements come after the vector.
         everything = list(range(self._size))
@@ -527,14 +511,14 @@ class ShardSums:
             back[index] = self._size + number
         return _Sent(np.asarray(sent, np.int64), np.asarray(back, np.int64), sent == everything)
 
-    def _find_rows(
-        self, parts: list[_Part], places: list[list[int]], block: tuple[int, int]
-    ) -> _Rows:
-        """Return the elements that form a block of a tree."""
-        rows: list[list[list[int]]] = [[] for _ in self._plan.blocks[block[1]].groups]
+    def _find_rows(self, source: int, block: int) -> tuple[list[Any], tuple[int, ...]]:
+        """Return arrays of indices whose elements are added to form a block of a tree, and its
+        shape.
+        """
+        rows: list[list[list[int]]] = [[] for _ in self._plan.blocks[block].groups]
         lengths: tuple[int, ...] = ()
-        for part, place in zip(parts, places, strict=True):
-            if (part.source, part.block) == block:
+        for part, place in zip(self._parts, self._places, strict=True):
+            if (part.source, part.block) == (source, block):
                 rows[part.row].append(place)
                 lengths = part.lengths
 
@@ -546,32 +530,29 @@ class ShardSums:
             for row in rows:
                 indices += row[layer] if layer < len(row) else zeros
             layers.append(np.asarray(indices, np.int64))
-        return _Rows(layers, (len(rows), *lengths))
+        return layers, (len(rows), *lengths)
 
     def add_local(
         self, trees: Sequence[OpenedTree], terms: Sequence[Terms], weigher: Callable[..., Any]
-    ) -> tuple[Any, dict[int, Any]]:
-        """Return the vector of this process, and the blocks that no other process has."""
+    ) -> Any:
+        """Return the vector of this process."""
         math_ = self._plan.math
         arrays: list[Any] = []
-        own: dict[int, Any] = {}
-        for source, (tree, of_tree, order) in enumerate(
-            zip(trees, terms, self._orders, strict=True)
-        ):
-            weigh = weigher(tree, of_tree.p, order.leaves)
-            for (block, is_own), sums in zip(
-                order.blocks, math_.sums(tree, order.apply(of_tree, weigh)), strict=True
-            ):
-                if is_own:
-                    own[source * len(self._plan.blocks) + block] = sums
-                else:
-                    arrays.append(sums)
+        orders = zip(trees, terms, self._orders.values(), strict=False)
+        for tree, of_tree, (leaves, numbers, counts, heights) in orders:
+            in_order = of_tree._replace(
+                arrays=take(of_tree.arrays, numbers),
+                counts=counts,
+                blocks=heights,
+                axes=of_tree.axes and take(of_tree.axes, numbers),
+                weigh=weigher(tree, of_tree.p, leaves),
+            )
+            arrays += math_.sums(tree, in_order)
 
         vector = math_.join([*arrays, self._constants])
-        if self._weights is not None and not (terms and terms[0].p == math.inf):
-            [weights] = math_.constants([self._weights])
-            vector = vector * weights
-        return vector, own
+        if self._weights is None or (terms and terms[0].p == math.inf):
+            return vector
+        return vector * math_.constants([self._weights])[0]
 
     def sent(self, vector: Any, group: ShardGroup) -> list[Any]:
         """Return what a group reduces, as one array; nothing if no sum belongs to it."""
@@ -590,125 +571,15 @@ class ShardSums:
         math_ = self._plan.math
         return math_.take(math_.join([vector, *reduced]), sent.back)
 
-    def blocks(self, vector: Any, own: dict[int, Any], op: Op) -> list[Any]:
+    def blocks(self, vector: Any, op: Op) -> list[Any]:
         """Return the sums of each block of each tree, then the counts of each block."""
         math_ = self._plan.math
         with_zero = math_.join([vector, np.zeros(1)])
         blocks = []
-        for number, (layers, shape) in enumerate(self._rows):
-            if number in own:
-                blocks.append(own[number])
-                continue
+        for layers, shape in self._rows:
             addends = [math_.take(with_zero, layer, shape) for layer in layers]
             blocks.append(math_.add(addends, op))
         return blocks
-
-
-class _Order(NamedTuple):
-    """The order in which the sums of a tree are computed: part by part."""
-
-    leaves: list[int]
-    numbers: list[int]
-    """Where these leaves are in the order of the plan."""
-    counts: list[int]
-    """The number of leaves of each part."""
-    heights: list[int]
-    """How many parts are computed together."""
-    blocks: list[tuple[int, bool]]
-    """The block of these, and whether it has no other parts, and no other process has any."""
-    own: set[tuple[int, int]]
-    """The tree and the number of these blocks."""
-
-    def apply(self, terms: Terms, weigh: Callable[..., Any] | None) -> Terms:
-        """Return terms of the plan's order in this one."""
-        return Terms(
-            take(terms.arrays, self.numbers),
-            self.counts,
-            self.heights,
-            terms.axes and take(terms.axes, self.numbers),
-            terms.p,
-            weigh,
-        )
-
-
-def _order_of(plan: Plan, parts: Sequence[_Part]) -> _Order:
-    """Return the order of the parts of a tree."""
-    computed = [part for part in parts if part.present]
-    leaves = [leaf for part in computed for leaf in part.present]
-    where = {leaf: number for number, leaf in enumerate(plan.order)}
-    together: dict[tuple[int, Any], list[_Part]] = {}
-    for part in computed:
-        together.setdefault((part.block, part.groups), []).append(part)
-
-    blocks = []
-    own = set()
-    of_all = [part.block for part in parts]
-    for (block, groups), of_block in together.items():
-        is_alone = of_all.count(block) == len(of_block) == len(plan.blocks[block].groups)
-        is_own = plan.scope.axes is not None and not groups and is_alone
-        blocks.append((block, is_own))
-        if is_own:
-            own.add((of_block[0].source, block))
-    counts = [len(part.present) for part in computed]
-    heights = list(map(len, together.values()))
-    return _Order(leaves, take(where, leaves), counts, heights, blocks, own)
-
-
-class ShardRows(NamedTuple):
-    """The leaves of one norm over all leaves, in a row those whose shards the same processes hold.
-
-    `ShardSums` is for any norms. Both send the same numbers, so that processes may differ in which
-    of the two they use.
-    """
-
-    leaves: list[list[int]]
-    weights: list[int]
-    """How many processes have the same elements of a row."""
-    sent: dict[Any, list[int]]
-    """The rows that each group of processes reduces."""
-    mesh_groups: list[Any]
-    """The groups that reduce losses, see `Collectives`."""
-
-    def reduce(
-        self, math_: NormSpace, values: list[Any], losses: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return values of each row, one kind after the other, and losses, reduced over the
-        processes.
-        """
-        count = len(self.leaves)
-        weights = self.weights * (len(values) // count)
-        pairs = zip(values, weights, strict=True)
-        values = [value / weight if weight > 1 else value for value, weight in pairs]
-        for group in dict.fromkeys([*self.sent, *self.mesh_groups]):
-            rows = self.sent.get(group, [])
-            numbers = [n for n in range(len(values)) if n % count in rows]
-            extras = losses if group in self.mesh_groups else []
-            reduced = reduce_payload(math_, [*take(values, numbers), *extras], "sum", group)
-            if extras:
-                losses = reduced[len(numbers) :]
-            for number, value in zip(numbers, reduced, strict=False):
-                values[number] = value
-        return values, losses
-
-
-@lru_cache(REDUCTION_CACHE_SIZE)
-def shard_rows(shards: Shards, count: int, *, decides: bool) -> ShardRows:
-    """Return the rows of a number of leaves. Processes that decide alike reduce all of them."""
-    by_groups: dict[Any, list[int]] = {}
-    for number in range(count):
-        groups = shards[number].groups(replicas=False) if number in shards else ()
-        by_groups.setdefault(groups, []).append(number)
-
-    of_meshes = _distinct([shard.groups() for shard in shards.values()])
-    everywhere = of_meshes if decides else []
-    weights = []
-    sent: dict[Any, list[int]] = {group: [] for group in everywhere}
-    for row, groups in enumerate(by_groups):
-        others = [group.size for group in everywhere if groups and group not in groups]
-        weights.append(math.prod(others))
-        for group in (everywhere or groups) if groups else ():
-            sent.setdefault(group, []).append(row)
-    return ShardRows(list(by_groups.values()), weights, sent, _cover(of_meshes))
 
 
 class _Sent(NamedTuple):
@@ -721,32 +592,17 @@ class _Sent(NamedTuple):
     """Whether it reduces the whole vector, as it is."""
 
 
-class _Rows(NamedTuple):
-    """The elements of a vector that form a block of norms."""
-
-    layers: list[Any]
-    """Arrays of indices of what is added; the index past the end stands for 0."""
-    shape: tuple[int, ...]
-
-
-def _places_of(parts: Sequence[_Part]) -> list[list[int]]:
-    """Return the indices of the elements of each part in a vector of all."""
-    places = []
-    end = 0
-    for part in parts:
-        places.append(list(range(end, end + part.size)))
-        end += part.size
-    return places
-
-
-def _weights_of(parts: Sequence[_Part]) -> Any:
-    """Return the factors of all elements by which replicas count once, ``None`` if all are 1."""
-    if all([part.weight == 1 for part in parts]):
-        return None
-    weights: list[float] = []
-    for part in parts:
-        weights += [1 / part.weight] * part.size
-    return np.asarray(weights)
+def _order_of(
+    plan: Plan, parts: Sequence[_Part]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the order in which the sums of some parts are computed: the leaves, where these are in
+    the order of the plan, how many each part has, and how many parts are computed together.
+    """
+    leaves = [leaf for part in parts for leaf in part.present]
+    where = {leaf: number for number, leaf in enumerate(plan.order)}
+    together = Counter([(part.block, part.groups) for part in parts])
+    counts = [len(part.present) for part in parts]
+    return leaves, take(where, leaves), counts, list(together.values())
 
 
 class Exchange:

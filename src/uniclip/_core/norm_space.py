@@ -56,6 +56,8 @@ class NormSpace:
         """Whether norms, limits and factors are NumPy's arrays."""
         self.compiled = mode == TRACED
         """Whether the step is traced: arrays have no values, and nothing may be cached."""
+        self.derives = mode in {RECORDED, TRACED}
+        """Whether norms may have derivatives."""
         self.on_device = mode == LIBRARY
         """Whether the library computes eagerly: on an accelerator, or for a limit with arrays."""
         self.separate = self.compiled and not self.library.stacks(None)

@@ -111,7 +111,7 @@ def plan_for(
 
     # Shards are part of the key: which processes hold a leaf changes what is reduced.
     shapes = tuple(tree.shapes()) if rule.by_shape else None
-    shards = tuple([one.shards for one in trees])
+    shards = tuple([one.shards.number for one in trees])
     key = (tree.spec, tree.leaf_info, mode, shapes, shards, reduction, separate)
     # Clear all plans when full: to remove one could raise if another thread removes it, too.
     plans = rule.cache.plans

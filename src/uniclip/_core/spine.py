@@ -11,19 +11,16 @@ are not finite or out of range, several processes) and raises nearly all errors.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from uniclip._core.apply import Apply, StepResult, scale_leaves
-from uniclip._core.collectives import Loss, loss_sums, shard_rows
-from uniclip._core.measure import Measured, StepInputs, convert_loss, mark_nonfinite, reduced_loss
-from uniclip._core.norm_space import NormSpace
-from uniclip._core.plan import PLAN_CACHE_SIZE, Plan, plan_for, plan_of_one_norm
-from uniclip._core.step import decide, raise_if_nonfinite, run_general_step, state_where
+from uniclip._core.collectives import Loss
+from uniclip._core.measure import Measured, StepInputs, convert_loss
+from uniclip._core.plan import PLAN_CACHE_SIZE, Plan, plan_of_one_norm
+from uniclip._core.step import decide, run_general_step, state_where
 from uniclip._core.tree import flatten_known, open_leaves
 from uniclip._errors import check_step_arguments
 from uniclip._types import Step, Tree
@@ -39,11 +36,11 @@ from uniclip.backends.base import (
     NormPlace,
     OneNorm,
     Products,
-    Shards,
     Terms,
     cast,
     fill_places,
     rounded_norm,
+    take,
 )
 from uniclip.curves import RejectAbove, hard, never_amplifies, reject, rejects
 from uniclip.limits import Context
@@ -120,33 +117,32 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
         As `uniclip.clip`.
     """
     flat = flatten_known(grads)
-    spec = flat[1]
-    taken = run_spine(rule, flat, state, step, max_norm)
+    leaves, spec = flat
+    taken = run_spine(rule, leaves, state, step, max_norm)
     if taken is not None:
         clipped, decision = taken
         return StepResult(clipped, spec.unflatten, decision, decision.state)
 
     tree = open_leaves(flat, in_place=step.in_place)
     limit = rule.constant if max_norm is None else max_norm
-    return run_general_step(StepInputs(rule, [tree], step, state, limit), apply)
+    finish = _finish_by_numbers if rule.on_spine and apply is scale_leaves else None
+    return run_general_step(StepInputs(rule, [tree], step, state, limit), apply, finish)
 
 
 def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
-    rule: Any, flat: tuple[list[Any], Any], state: Any, step: Step, limit: Any = None
+    rule: Any, leaves: list[Any], state: Any, step: Step, limit: Any = None
 ) -> tuple[list[Any], Decision] | None:
-    """Take a step on the spine, given the leaves and the structure of a tree: return the clipped
-    leaves, and what was decided.
+    """Take a step on the spine: return the clipped leaves, and what was decided.
 
     ``None``, with nothing changed, if the spine does not apply. Leaves are not even validated,
-    since a backend measures only arrays that it knows. The structure is ``None`` if no leaf is
-    distributed. A ``limit`` is a constant in place of the rule's.
+    since a backend measures only arrays that it knows. A ``limit`` is a constant in place of the
+    rule's.
     """
     if not rule.on_spine or (state is None and rule.stateful):
         return None
-    leaves = flat[0]
     measured = _measure(rule, leaves, step)
     if measured is None:
-        return _run_on_shards(rule, flat, state, step, limit)
+        return None
 
     # The host reads no norm on an accelerator.
     if measured.norm is None:
@@ -286,7 +282,7 @@ def _decide(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decisio
 
 def _decide_by_numbers(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
     """Decide with Python's numbers, where the rule allows that."""
-    place, _, norm, _, _ = measured
+    place, _, norm, _ = measured
     dtype = place[2]
     threshold = None
     if limit is None:
@@ -320,7 +316,7 @@ def _ask_on_host(rule: Choices, measured: OneNorm, state: Any) -> tuple[float, A
     Its answers need no checks. ``None`` if the state is of other norms, or the host does not read
     it.
     """
-    place, _, norm, loss, _ = measured
+    place, _, norm, loss = measured
     backend, device, dtype = place
     old = state
     if rule.stateful:
@@ -349,31 +345,20 @@ def _is_of_one_norm(state: Any) -> bool:
 
 
 def _decide_by_arrays(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
-    """Decide with the functions of the general path, for a factor in range.
+    """Decide with the functions of the general path.
 
     For accelerators, where the host reads nothing, and for limits and curves that take arrays.
     """
-    decided = _decide_any(rule, measured, state, limit)
-    factor = decided.factor
-    if type(factor) is not float or factor == 0:
-        return decided
-    return decided if LEAST[measured.place[2]] < factor <= _LARGEST_FACTOR else None
-
-
-def _decide_any(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decision:
-    """Decide with the functions of the general path, by any norm."""
-    place, _, norm, loss, present = measured
+    place, _, norm, loss = measured
     plan = _plan_at(place, HOST if type(norm) is float else LIBRARY)
     if plan.math.host:
-        # A limit may write into its own array.
-        norms = np.array([norm], place[2])
-        with np.errstate(invalid="ignore"):
-            [finite_norms] = mark_nonfinite(rule, plan, [norms.copy()])
+        # Two arrays, since a limit may write into its own.
+        norms, finite_norms = [np.array([norm], place[2]) for _ in range(2)]
     else:
         norms, finite_norms = norm
 
     inputs = StepInputs(rule, [], Step(), state, limit)
-    of_step = Measured([norms], present=present, loss=loss, finite_norms=[finite_norms])
+    of_step = Measured([norms], loss=loss, finite_norms=[finite_norms])
     with plan.math.backend.computation_context(norms):
         step_finite = None
         if rule.needs_finite:
@@ -385,6 +370,8 @@ def _decide_any(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Dec
     if plan.math.host:
         skipped = bool(skipped)
         factor = float(factor.item())
+        if 0 < factor <= LEAST[place[2]] or not factor <= _LARGEST_FACTOR:
+            return None
     return Decision(place, norm, factor, skipped, new_state, values)
 
 
@@ -401,187 +388,38 @@ def _scale(rule: Any, measured: OneNorm, factor: Any, *, in_place: bool) -> list
     return backend.scale(Products(arrays, [factor], places, in_place=in_place, zero=zero))
 
 
-# On distributed leaves.
+# After the general path has measured.
 
 
-class LocalLeaves(NamedTuple):
-    """What this process has of a tree with distributed leaves."""
-
-    arrays: list[Any]
-    """The local array of each leaf, ``None`` for an absent one."""
-    spec: Any
-    """The structure of the tree."""
-    shards: Shards
-    place: NormPlace
-    mode: int
-    """`HOST` or `LIBRARY`."""
-
-
-def _run_on_shards(
-    rule: Any, flat: tuple[list[Any], Any], state: Any, step: Step, limit: Any
+def _finish_by_numbers(
+    plan: Plan, inputs: StepInputs, measured: Measured
 ) -> tuple[list[Any], Decision] | None:
-    """Do as `run_spine` for a tree with distributed leaves.
+    """Decide and scale by numbers, given a norm over several processes.
 
-    The norm is that of the local arrays, reduced over processes. After the reduction the step is
-    taken here in any case, since another process would wait for this one. Before it a process may
-    take the general path, which sends the same.
+    ``None``, with nothing written, if only the general path can.
     """
-    # A chain takes one step for each of its rules.
-    if flat[1] is None or rule.links:
+    rule, trees, step, state, limit = inputs
+    tree = trees[0]
+    math_ = plan.math
+    if not (math_.host and math_.narrow and tree.shards.dense):
         return None
-    # The general path rounds factors that are too large for a dtype, and validates arrays.
-    limit = rule.constant if limit is None else limit
-    if not never_amplifies(rule.curve) or not (limit is None or type(limit) in _NUMBERS):
-        return None
-    local = _open_local(flat, step)
-    if local is None or not _takes_loss(rule, local, step.loss):
-        return None
-    if local.mode == LIBRARY and not _runs_unread(rule, limit):
+    norm = rounded_norm(measured.norms[0].item(), np.float32)
+    is_present = measured.present is None or bool(measured.present[0].all())
+    if norm is None or not is_present:
         return None
 
-    measured = _measure_shards(rule, local, step.loss)
-    in_range = local.mode == LIBRARY or rounded_norm(measured.norm, np.float32) is not None
-    if rule.nonfinite == "raise" and not in_range:
-        tree = open_leaves((local.arrays, local.spec))
-        finite = np.asarray(np.isfinite(measured.norm))
-        raise_if_nonfinite(tree, _plan_at(local.place).math, finite)
-
-    decided = None
-    if in_range and measured.present is None:
-        decided = _decide(rule, measured, state, limit)
+    place = (math_.library, math_.device, np.float32)
+    arrays = take(tree.arrays, tree.leaf_info.present)
+    of_step = OneNorm(place, arrays, norm, measured.loss)
+    decided = _decide(rule, of_step, state, limit)
     if decided is None:
-        decided = _decide_any(rule, measured, state, limit)
-    arrays = _scale_local(rule, local, measured, decided.factor, in_place=step.in_place)
-    if step.in_place:
-        return flat[0], decided
-
-    clipped = list(arrays)
-    for number, shard in local.shards.items():
-        leaf = flat[0][number]
-        unchanged = arrays[number] is local.arrays[number]
-        clipped[number] = leaf if unchanged else shard.distribute(leaf, arrays[number])
-    return clipped, decided
-
-
-def _open_local(flat: tuple[list[Any], Any], step: Step) -> LocalLeaves | None:
-    """Return the local arrays of a tree, ``None`` if it needs the general path."""
-    if step.all_reduce is not None or step.norm is not None or step.shared is not None:
         return None
-    leaves, spec = flat
-    likes = leaves
-    params = None
-    # An absent leaf is distributed as its parameter is.
-    if step.params is not None and any([leaf is None for leaf in leaves]):
-        params, params_spec = flatten_known(step.params)
-        if params_spec != spec:
-            return None
-        likes = [p if leaf is None else leaf for leaf, p in zip(leaves, params, strict=True)]
-
-    first = next((like for like in likes if like is not None), None)
-    backend = None if first is None else backend_of(first)
-    if backend is None or (step.in_place and not backend.writes):
-        return None
-    arrays, shards = backend.open_shards(leaves, params)
-    if not shards.dense:
-        return None
-    first = next((array for array in arrays if array is not None), first)
-    mode = HOST if backend.readable(first) else LIBRARY
-    if mode == LIBRARY and not backend.array_facts([first]).double:
-        return None
-    return LocalLeaves(arrays, spec, shards, (backend, backend.device(first), np.float32), mode)
-
-
-def _takes_loss(rule: Choices, local: LocalLeaves, loss: Any) -> bool:
-    """Return whether a loss is not used, or is where the norm is."""
-    is_reduced = isinstance(loss, Loss)
-    if not is_reduced:
-        check_step_arguments(loss)
-    value = loss.mean if is_reduced else loss
-    if "loss" not in rule.limit.needs or value is None or type(value) in _NUMBERS:
-        return True
-    backend = local.place[0]
-    is_array = BACKEND_CACHE.get(type(value)) is backend
-    return is_array and (local.mode == LIBRARY or backend.readable(value))
-
-
-def _measure_shards(rule: Choices, local: LocalLeaves, loss: Any) -> OneNorm:
-    """Return the norm over all processes. It may be out of range or not finite."""
-    backend = local.place[0]
-    math_ = _plan_at(local.place, local.mode).math
-    arrays = [array for array in local.arrays if array is not None]
-    first = arrays[0] if arrays else None
-    rows = shard_rows(local.shards, len(local.arrays), decides=rule.decides)
-    count = len(rows.leaves)
-    with backend.computation_context(first), backend.allow_float64():
-        values = _sums_of_rows(local, rows.leaves)
-        # A rule learns nothing from a step in which no process has a gradient.
-        if rule.stateful:
-            numbers = [sum([local.arrays[n] is not None for n in row]) for row in rows.leaves]
-            values += math_.constants([np.asarray(number, np.float64) for number in numbers])
-        losses = None
-        if "loss" in rule.limit.needs:
-            losses = loss_sums(backend, loss)
-        values, losses = rows.reduce(math_, values, losses or [])
-        total = math_.add(values[:count], "sum")
-        present = None
-        if rule.stateful:
-            present = [math_.xp.reshape(math_.add(values[count:], "sum") > 0, (1,))]
-
-        mean = None
-        if "loss" in rule.limit.needs:
-            mean = reduced_loss(math_, loss, losses, first)
-        norm = _norm_of_total(math_, total)
-    if math_.host and present and present[0].all():
-        present = None
-    return OneNorm(local.place, arrays, norm, mean, present)
-
-
-def _sums_of_rows(local: LocalLeaves, rows: list[list[int]]) -> list[Any]:
-    """Return the sum of squares of each row in this process."""
-    backend = local.place[0]
-    math_ = _plan_at(local.place, local.mode).math
-    of_rows = [[local.arrays[n] for n in row if local.arrays[n] is not None] for row in rows]
-    heights = [len(arrays) for arrays in of_rows if arrays]
-    sums: Iterator[Any] = iter(())
-    if heights:
-        terms = Terms([array for arrays in of_rows for array in arrays], heights, [len(heights)])
-        [block] = backend.sums(local.mode, terms)
-        sums = iter(math_.backend.unstack(block))
-    return [next(sums) if arrays else math_.zeros() for arrays in of_rows]
-
-
-def _norm_of_total(math_: NormSpace, total: Any) -> Any:
-    """Return the norm of a sum of squares, as `OneNorm` has it."""
-    if math_.host:
-        with np.errstate(over="ignore"):
-            return float(np.float32(math.sqrt(total)))
-    norms = cast(math_.xp, math_.xp.reshape(math_.xp.sqrt(total), (1,)), math_.xp.float32)
-    # ∞ - ∞ is NaN.
-    return norms, norms + (norms - norms)
-
-
-def _scale_local(
-    rule: Choices, local: LocalLeaves, measured: OneNorm, factor: Any, *, in_place: bool
-) -> list[Any]:
-    """Return the local arrays times a factor, in any way that is possible."""
-    if not measured.arrays or (type(factor) is float and factor == 1):
-        return local.arrays
-    scaled = None
-    backend, _, dtype = measured.place
-    if type(factor) is float:
-        # A factor of 0 is left to the general path if elements may not be finite.
-        is_usual = factor > LEAST[dtype] or (factor == 0 and math.isfinite(measured.norm))
-        if is_usual:
-            scaled = _scale(rule, measured, factor, in_place=in_place)
-        factor = np.asarray([factor], dtype)
-    elif not in_place or backend.storage(measured.arrays) is None:
-        scaled = _scale(rule, measured, factor, in_place=in_place)
-    if scaled is not None:
-        return local.arrays if in_place else fill_places(local.arrays, scaled)
-
-    tree = open_leaves((local.arrays, local.spec), in_place=in_place)
-    plan = plan_for(rule, [tree], local.mode)
-    return scale_leaves(rule, tree, plan, [factor])
+    if decided.factor == 1 or not arrays:
+        return tree.leaves, decided
+    scaled = _scale(rule, of_step, decided.factor, in_place=step.in_place)
+    if scaled is None or step.in_place:
+        return None if scaled is None else (tree.leaves, decided)
+    return tree.restore_leaves(fill_places(tree.arrays, scaled)), decided
 
 
 # On an accelerator.

@@ -7,8 +7,8 @@ they run. This module also applies the policy for gradients that are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import optree
@@ -24,7 +24,6 @@ from uniclip._core.collectives import (
 from uniclip._core.factors import compute_factors, zero_where_skipped
 from uniclip._core.limiting import find_absent, find_limits, raise_if_limits_by_row
 from uniclip._core.measure import Measured, StepInputs, measure
-from uniclip._core.norm_space import NormSpace
 from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
@@ -39,12 +38,17 @@ if TYPE_CHECKING:
 
 MAX_NAMED_LEAVES = 5
 """The largest number of leaves that an error names."""
+Finish: TypeAlias = "Callable[[Plan, StepInputs, Measured], tuple[list[Any], Any] | None]"
+"""A function that returns the clipped leaves, and what was decided, or ``None``."""
 
 
-def run_general_step(inputs: StepInputs, apply: Apply | None = scale_leaves) -> StepResult:
+def run_general_step(
+    inputs: StepInputs, apply: Apply | None = scale_leaves, finish: Finish | None = None
+) -> StepResult:
     """Take a step of any kind: plan, measure, ask the limit and the curve, apply.
 
     The parameters are opened here, and put beside the gradients into the list ``inputs.trees``.
+    What follows the measurement is done by ``finish``, if that can.
     """
     rule, trees, step, _, constant = inputs
     tree = trees[0]
@@ -75,28 +79,31 @@ def run_general_step(inputs: StepInputs, apply: Apply | None = scale_leaves) -> 
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
-        tree, values, new_state = _run_planned(plan, inputs)
+        if rule.nonfinite == "zero":
+            tree, measured = _measure_and_zero(plan, inputs)
+        else:
+            measured = measure(plan, inputs, tree)
+        finished = None if finish is None else finish(plan, inputs, measured)
+        if finished is not None:
+            clipped, decision = finished
+            return StepResult(clipped, tree.spec.unflatten, decision, decision.state)
+
+        values, new_state = _decide_measured(plan, inputs, tree, measured)
         leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
         return StepResult(leaves, tree.spec.unflatten, values, new_state)
 
 
-def _run_planned(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, StepValues, Any]:
-    """Return the gradients to multiply, what the report is made of, and the next state."""
+def _decide_measured(
+    plan: Plan, inputs: StepInputs, tree: OpenedTree, measured: Measured
+) -> tuple[StepValues, Any]:
+    """Return what the report is made of, and the next state."""
     rule = inputs.rule
-    tree = inputs.trees[0]
-    if rule.nonfinite == "zero":
-        tree, measured = _measure_and_zero(plan, inputs)
-    else:
-        measured = measure(plan, inputs, tree)
-
     step_finite = None
     if rule.needs_finite:
         step_finite = _check_finite(rule, plan, tree, measured)
-
     if tree.wrapped:
         raise_if_limits_by_row(rule, plan, tree, inputs.constant)
-    values, new_state = decide(plan, inputs, measured, step_finite)
-    return tree, values, new_state
+    return decide(plan, inputs, measured, step_finite)
 
 
 def decide(
@@ -226,7 +233,7 @@ def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measure
     if plan.collectives is not None:
         [finite] = plan.collectives.true_in_all_shards([finite])
     if rule.nonfinite == "raise":
-        raise_if_nonfinite(tree, plan.math, finite)
+        _raise_if_nonfinite(tree, plan, finite)
     return finite
 
 
@@ -266,9 +273,9 @@ def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
     return tree._replace(arrays=arrays)
 
 
-def raise_if_nonfinite(tree: OpenedTree, math_: NormSpace, finite: Flags) -> None:
+def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
-    if math_.backend.traced(finite):
+    if plan.math.backend.traced(finite):
         msg = (
             "nonfinite='raise' has to read the norm, and code that is being compiled or "
             "transformed has no values to read: use 'propagate', 'skip' or 'zero' there, and "

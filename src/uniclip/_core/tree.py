@@ -457,7 +457,7 @@ def open_leaves(
     if known is not None:
         if not whole:
             local, shards = known.open_shards(leaves)
-        leaf_info = known.leaf_infos.get((name, whole, known.signature(local)))
+        leaf_info = known.leaf_infos.get((name, whole, _signature(known, local, shards)))
     if leaf_info is None:
         leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
@@ -481,7 +481,8 @@ def open_leaves(
     if leaf_info is None:
         with backend.computation_context():
             leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
-        leaf_info = _keep_leaf_info(leaf_info, local, (name, whole))
+        signature = _signature(leaf_info.backend, local, shards)
+        leaf_info = _keep_leaf_info(leaf_info, (name, whole, signature))
 
     tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
     if in_place:
@@ -489,16 +490,23 @@ def open_leaves(
     return tree
 
 
-def _keep_leaf_info(leaf_info: LeafInfo, leaves: list[Leaf], purpose: tuple[str, bool]) -> LeafInfo:
+def _signature(backend: Backend, leaves: list[Leaf], shards: Shards) -> Any:
+    """Return the signature of leaves, given the local arrays of distributed ones."""
+    # Shards know the dtypes of all leaves.
+    if shards.dense and len(shards) == len(leaves):
+        return shards.number, backend.device(leaves[0])
+    return backend.signature(leaves)
+
+
+def _keep_leaf_info(leaf_info: LeafInfo, key: tuple[str, bool, Any]) -> LeafInfo:
     """Return what is known of leaves of kinds that were not met, and keep it for the next tree."""
-    backend = leaf_info.backend
-    signature = backend.signature(leaves)
     # Compiled code caches nothing: it would be compiled again after each change of the cache.
-    if signature is None:
+    if key[2] is None:
         return leaf_info
-    if len(backend.leaf_infos) >= LEAF_INFO_CACHE_SIZE:
-        backend.leaf_infos.clear()
-    return backend.leaf_infos.setdefault((*purpose, signature), leaf_info)
+    leaf_infos = leaf_info.backend.leaf_infos
+    if len(leaf_infos) >= LEAF_INFO_CACHE_SIZE:
+        leaf_infos.clear()
+    return leaf_infos.setdefault(key, leaf_info)
 
 
 def _raise_if_not_writable(tree: OpenedTree, *, whole: bool) -> None:

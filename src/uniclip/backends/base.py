@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import add, and_
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
 
@@ -171,18 +171,15 @@ class WrappedLeaf(NamedTuple):
 class Shards(dict[int, Any]):
     """The shards of the distributed leaves of a tree, by the numbers of these leaves.
 
-    A shard has the attributes of `uniclip._core.tree.Shard`. Equal ones of a library are one
-    object, so that they can be part of the key of a cache.
+    A shard has the attributes of `uniclip._core.tree.Shard`.
     """
 
-    def __init__(self, by_leaf: dict[int, Any], *, dense: bool = False) -> None:
+    def __init__(self, by_leaf: dict[int, Any], number: int = 0, *, dense: bool = False) -> None:
         super().__init__(by_leaf)
+        self.number = number
+        """Equal for equal shards, for the keys of caches."""
         self.dense = dense
         """Whether all local arrays are dense, at most float32, and without a derivative."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
 
 
 NO_SHARDS = Shards({})
@@ -190,6 +187,7 @@ NO_SHARDS = Shards({})
 SHARDS_CACHE_SIZE = 256
 """The largest number of `Shards` that are kept, so that equal ones are one object."""
 _SHARDS: dict[tuple[Any, ...], Shards] = {}
+_NUMBERS = count(1)
 
 
 def shards_of(by_leaf: dict[int, Any], *, dense: bool = False) -> Shards:
@@ -199,7 +197,7 @@ def shards_of(by_leaf: dict[int, Any], *, dense: bool = False) -> Shards:
     key = (dense, *by_leaf.items())
     if len(_SHARDS) >= SHARDS_CACHE_SIZE:
         _SHARDS.clear()
-    return _SHARDS.setdefault(key, Shards(by_leaf, dense=dense))
+    return _SHARDS.setdefault(key, Shards(by_leaf, next(_NUMBERS), dense=dense))
 
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -228,8 +226,6 @@ class OneNorm(NamedTuple):
     """
     loss: Any = None
     """The loss of the step, where the norm is."""
-    present: Any = None
-    """Whether any process has a gradient: a list of one array, ``None`` if one has for sure."""
 
 
 def rounded_norm(norm: float, dtype: type[np.floating[Any]]) -> float | None:

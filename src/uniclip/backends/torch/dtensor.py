@@ -297,6 +297,11 @@ def open_shards(leaves: list[Any], params: list[Any] | None = None) -> tuple[lis
     if not any([issubclass(kind, distributed) for kind in set(map(type, likes))]):
         return leaves, NO_SHARDS
     shards = _find_shards(likes)
+    if shards.dense and len(shards) == len(leaves) and params is None:
+        local = [leaf._local_tensor for leaf in leaves]
+        if _are_dense(local) and not any(map(_RECORDED, leaves)):
+            return local, shards
+
     arrays = list(leaves)
     for number, shard in shards.items():
         if leaves[number] is not None and not shard.partial:

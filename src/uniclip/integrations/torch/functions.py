@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from numbers import Number
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.spine import Decision, run_spine, run_step
+from uniclip._core.tree import Flat, flatten_known
 from uniclip._errors import LIMIT, article, check, check_range, nonnegative, number, summarize
 from uniclip._types import Array, NonFinite, Step
 from uniclip.api import clip_
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch.dtensor import is_dtensor
+from uniclip.backends.torch.dtensor import is_dtensor, shards_of_gradients
 from uniclip.backends.torch.one_norm import gradients_of
 from uniclip.integrations.torch.processes import check_shards
 from uniclip.limits import NoState
@@ -137,14 +139,25 @@ def clip_grad_norm_(
         if grads is not None:
             if _DISTRIBUTED and torch.distributed.is_initialized():
                 check_shards(parameters, "parameters", rule, _IN_PLACE)
-            taken = run_spine(rule, (grads, None), NOTHING, _IN_PLACE, max_norm)
+            taken = run_spine(rule, grads, NOTHING, _IN_PLACE, max_norm)
             if taken is not None:
                 return _norm_of(taken[1])
+        grads = shards_of_gradients(parameters) if is_limit and grads is None else None
+        if grads is not None:
+            flat = Flat(grads, _spec_of_list(len(grads)))
+            norm: torch.Tensor = run_step(rule, flat, NOTHING, _IN_PLACE, max_norm).norms()
+            return norm
 
     tensors = _tensors(parameters, "parameters")
     if rule is None:
         rule = _rule(norm_type, error_if_nonfinite)
     return _clip_tensors(tensors, max_norm, rule, all_reduce, shared)
+
+
+@lru_cache
+def _spec_of_list(length: int) -> Any:
+    """Return the structure of a list of tensors."""
+    return flatten_known([None] * length)[1]
 
 
 def _norm_of(decision: Decision) -> torch.Tensor:

@@ -88,7 +88,7 @@ class GradientClipping:
         params = groups[0]["params"] if len(groups) == 1 else self.params.tensors()
         grads = gradients_of(params)
         spec = None
-        if grads is None:
+        if grads is None and not self._needs_params:
             grads = shards_of_gradients(params)
             spec = self.params.spec
         if grads is None or self._averages_loss(params, loss):
@@ -97,16 +97,17 @@ class GradientClipping:
         if loss is not None:
             loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
             step = Step(loss=loss, in_place=True)
-        taken = self._clipper.step_on_spine((grads, spec), step)
+        taken = self._clipper.step_on_spine(grads, step, spec)
         if taken is None:
             return None
 
         if not self._has_looked:
             self._look_for_main_grads(params)
         self.skip.flag = None
-        _, decision, _ = taken
-        skipped = decision.skipped
-        return skipped is not False and self._decide_skip(optimizer, skipped, None)
+        skipped = taken[1]
+        if skipped is False or skipped is None:
+            return False
+        return self._decide_skip(optimizer, skipped, None)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def clip(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> bool:
