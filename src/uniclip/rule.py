@@ -78,8 +78,6 @@ class Choices(Printed):
     """Whether a step need not check the limits: they are built in, and their numbers were validated
     when the rule was made.
     """
-    decides: ClassVar[bool]
-    """Whether a step does more than to scale: it may be skipped or fail, or a state changes."""
     needs_finite: ClassVar[bool]
     """Whether a step must find out if it is finite: to keep the old state, to raise, or to skip."""
     zeroes: ClassVar[bool]
@@ -145,13 +143,17 @@ class Choices(Printed):
             holds_arrays=holds_arrays,
             limits_checked=all(built_in) and not holds_arrays,
             needs_finite=bool(limit.stateful) or self.nonfinite in {"raise", "skip"},
-            decides=bool(limit.stateful) or self.nonfinite != "propagate" or rejects(self.curve),
             zeroes=self.nonfinite in {"skip", "zero"},
             elementwise_curve=own_curve and not rejects(self.curve),
             by_shape=scope.axes is not None or by_group or uses_sizes,
             answers_checked=[],
             cache=RuleCache(),
         )
+
+    @property
+    def decides(self) -> bool:
+        """Whether a step may do more than scale: skip, fail, or change a state."""
+        return self.stateful or self.nonfinite != "propagate" or rejects(self.curve)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the choices, for a copy or a pickle."""

@@ -77,8 +77,6 @@ def scale_leaves(
         for number, array in zip(changed, scaled, strict=True):
             arrays[number] = array
 
-    if not (tree.wrapped or tree.shards):
-        return arrays
     return tree.restore_leaves(arrays)
 
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -271,6 +270,8 @@ class Collectives:
         They reduce what belongs to no leaf, such as losses.
         """
         self._parts = [_parts_of(plan, tree, n) for n, tree in enumerate(trees)]
+        self._is_reduced = any([part.groups for parts in self._parts for part in parts])
+        """Whether there are norms of shards in several processes."""
         # Replicas that are reduced by themselves may differ in the last bit. Where a rule decides
         # more than a factor, all processes have to decide alike, so all reduce every sum.
         self._everywhere: list[Any] = []
@@ -284,12 +285,16 @@ class Collectives:
         """Return the sums of each norm, an array for each block of each tree, and the payload,
         reduced over all processes.
         """
-        if self.mesh_groups:
+        if self._is_reduced:
             blocks, payload = self._over_shards(trees, terms, payload)
         else:
             blocks = []
             for tree, of_tree in zip(trees, terms, strict=True):
                 blocks += self._plan.math.sums(tree, of_tree)
+            for group in self.mesh_groups:
+                extras = Payload(payload.losses, payload.nonfinite_arrays)
+                extras = extras.fill(reduce_payload(self._plan.math, extras.arrays, "sum", group))
+                payload = extras._replace(present=payload.present, sizes=payload.sizes)
 
         if self.reduction is None:
             return blocks, payload
@@ -342,12 +347,11 @@ class Collectives:
         extras = Payload(payload.losses, payload.nonfinite_arrays)
         for group in dict.fromkeys([*shard_sums.groups, *self.mesh_groups]):
             sent = shard_sums.sent(vector, group)
-            if group in self.mesh_groups:
-                reduced = reduce_payload(math_, [*sent, *extras.arrays], op, group)
-                extras = extras.fill(reduced[len(sent) :])
-            else:
-                reduced = reduce_payload(math_, sent, op, group)
+            carried = extras if group in self.mesh_groups else Payload()
+            reduced = reduce_payload(math_, [*sent, *carried.arrays], op, group)
             vector = shard_sums.put_back(vector, group, reduced[: len(sent)])
+            if group in self.mesh_groups:
+                extras = extras.fill(reduced[len(sent) :])
 
         blocks = shard_sums.blocks(vector, op)
         count = len(trees) * len(self._plan.blocks)
@@ -463,32 +467,43 @@ class ShardSums:
         self._plan = plan
         self._everywhere = tuple(everywhere)
         # Sums come first in the vector, then counts, then zeros for gradients that are absent here.
-        computed = [part for part in parts if part.source != _COUNTS and part.present]
-        counted = [part for part in parts if part.source == _COUNTS]
-        missing = [part for part in parts if part.source != _COUNTS and not part.present]
-        self._parts = [*computed, *counted, *missing]
-        ends = list(accumulate([part.size for part in self._parts], initial=0))
-        self._size = ends[-1]
-        self._places = [list(range(start, end)) for start, end in pairwise(ends)]
+        computed: list[_Part] = []
+        counted: list[_Part] = []
+        missing: list[_Part] = []
+        constants: list[float] = []
+        zeros: list[float] = []
+        for part in parts:
+            if part.source == _COUNTS:
+                counted.append(part)
+                constants.append(float(len(part.present)))
+            elif part.present:
+                computed.append(part)
+            else:
+                missing.append(part)
+                zeros += [0.0] * part.size
+        self._constants = np.asarray(constants + zeros, np.float64)
 
-        constants = [float(len(part.present)) for part in counted]
-        constants += [0.0] * sum([part.size for part in missing])
-        self._constants = np.asarray(constants, np.float64)
-        self._weights = self._find_weights()
+        self._parts = [*computed, *counted, *missing]
+        self._places: list[list[int]] = []
+        self._size = 0
+        for part in self._parts:
+            self._places.append(list(range(self._size, self._size + part.size)))
+            self._size += part.size
+        self._weights = self._weights_of_replicas()
         sources = sorted({part.source for part in parts})
         self._orders = {n: _order_of(plan, [p for p in computed if p.source == n]) for n in sources}
         self.groups = _distinct(list(map(self._reduced_over, parts)))
         """All groups of processes, in the same order in each process, or they would deadlock."""
-        self._sent = {group: self._find_sent(group) for group in self.groups}
+        self._sent = {group: self._sent_by(group) for group in self.groups}
         blocks = range(len(plan.blocks))
-        self._rows = [self._find_rows(source, block) for source in sources for block in blocks]
+        self._rows = [self._rows_of_block(source, block) for source in sources for block in blocks]
 
     def _reduced_over(self, part: _Part) -> tuple[Any, ...]:
         """Return the groups of processes that reduce a part."""
         return (self._everywhere or part.groups) if part.groups else ()
 
-    def _find_weights(self) -> Any:
-        """Return the factors of all elements by which replicas count once, ``None`` if all are 1."""
+    def _weights_of_replicas(self) -> Any:
+        """Return factors by which replicas count once, ``None`` if all are 1."""
         weights: list[float] = []
         for part in self._parts:
             groups = self._reduced_over(part)
@@ -496,7 +511,7 @@ class ShardSums:
             weights += [1 / replicas] * part.size
         return np.asarray(weights) if set(weights) - {1.0} else None
 
-    def _find_sent(self, group: ShardGroup) -> _Sent:
+    def _sent_by(self, group: ShardGroup) -> _Sent:
         """Return the elements that a group reduces."""
         pairs = zip(self._parts, self._places, strict=True)
         sent: list[int] = []
@@ -511,7 +526,7 @@ class ShardSums:
             back[index] = self._size + number
         return _Sent(np.asarray(sent, np.int64), np.asarray(back, np.int64), sent == everything)
 
-    def _find_rows(self, source: int, block: int) -> tuple[list[Any], tuple[int, ...]]:
+    def _rows_of_block(self, source: int, block: int) -> tuple[list[Any], tuple[int, ...]]:
         """Return arrays of indices whose elements are added to form a block of a tree, and its
         shape.
         """

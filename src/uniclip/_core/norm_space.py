@@ -56,8 +56,6 @@ class NormSpace:
         """Whether norms, limits and factors are NumPy's arrays."""
         self.compiled = mode == TRACED
         """Whether the step is traced: arrays have no values, and nothing may be cached."""
-        self.derives = mode in {RECORDED, TRACED}
-        """Whether norms may have derivatives."""
         self.on_device = mode == LIBRARY
         """Whether the library computes eagerly: on an accelerator, or for a limit with arrays."""
         self.separate = self.compiled and not self.library.stacks(None)
@@ -79,6 +77,11 @@ class NormSpace:
         """The largest number of the norms' dtype."""
         self.largest_factor = min(self.largest_norm, leaf_info.largest_factor)
         """The largest factor that the dtypes of norms and of all leaves can hold."""
+
+    @property
+    def derives(self) -> bool:
+        """Whether norms may have derivatives."""
+        return self.mode in {RECORDED, TRACED}
 
     def at_host(self) -> NormSpace:
         """Return the space of the same norms as NumPy arrays, as they are recorded."""
@@ -230,17 +233,19 @@ class NormSpace:
         if self.host and all([isinstance(array, NUMPY) for array in arrays]):
             return np.concatenate([np.asarray(array).reshape(-1) for array in arrays])
         xp = self.library.xp
-        wide = [cast(xp, self.to_library(array), self.sum_dtype) for array in arrays]
-        here = [self.library.to_device_of(wide[0], array) for array in wide]
-        return xp.concat([xp.reshape(array, (-1,)) for array in here], axis=0)
+        vectors = []
+        for array in arrays:
+            wide = cast(xp, self.to_library(array), self.sum_dtype)
+            vectors.append(xp.reshape(wide, (-1,)))
+        return xp.concat(vectors, axis=0)
 
     def take(self, vector: Any, indices: Any, shape: tuple[int, ...] = (-1,)) -> Tensor:
         """Return elements of a vector in a shape, by indices that are the same at every step."""
         if isinstance(vector, NUMPY):
             return np.reshape(np.take(vector, indices), shape)
-        [here] = self.constants([indices])
         xp = self.library.xp
-        return xp.reshape(xp.take(vector, here, axis=0), shape)
+        [numbers] = self.constants([indices])
+        return xp.reshape(xp.take(vector, numbers, axis=0), shape)
 
     def stack(self, sums: list[Any]) -> Tensor:
         """Return sums as the rows of one array."""

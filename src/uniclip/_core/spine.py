@@ -401,7 +401,7 @@ def _finish_by_numbers(
     rule, trees, step, state, limit = inputs
     tree = trees[0]
     math_ = plan.math
-    if not (math_.host and math_.narrow and tree.shards.dense):
+    if not (math_.host and math_.narrow and tree.is_scaled_at_once):
         return None
     norm = rounded_norm(measured.norms[0].item(), np.float32)
     is_present = measured.present is None or bool(measured.present[0].all())

@@ -79,18 +79,27 @@ def run_general_step(
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, trees, mode, reduction, separate=separate)
 
-        if rule.nonfinite == "zero":
-            tree, measured = _measure_and_zero(plan, inputs)
-        else:
-            measured = measure(plan, inputs, tree)
-        finished = None if finish is None else finish(plan, inputs, measured)
-        if finished is not None:
-            clipped, decision = finished
-            return StepResult(clipped, tree.spec.unflatten, decision, decision.state)
+        return _run_planned(plan, inputs, apply, finish)
 
-        values, new_state = _decide_measured(plan, inputs, tree, measured)
-        leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
-        return StepResult(leaves, tree.spec.unflatten, values, new_state)
+
+def _run_planned(
+    plan: Plan, inputs: StepInputs, apply: Apply | None, finish: Finish | None
+) -> StepResult:
+    """Take a step, given its plan."""
+    rule = inputs.rule
+    tree = inputs.trees[0]
+    if rule.nonfinite == "zero":
+        tree, measured = _measure_and_zero(plan, inputs)
+    else:
+        measured = measure(plan, inputs, tree)
+    finished = None if finish is None else finish(plan, inputs, measured)
+    if finished is not None:
+        clipped, decision = finished
+        return StepResult(clipped, tree.spec.unflatten, decision, decision.state)
+
+    values, new_state = _decide_measured(plan, inputs, tree, measured)
+    leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
+    return StepResult(leaves, tree.spec.unflatten, values, new_state)
 
 
 def _decide_measured(

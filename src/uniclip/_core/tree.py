@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from copy import copy
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
@@ -157,6 +158,11 @@ class OpenedTree(NamedTuple):
         present = self.leaf_info.present
         return self.arrays[present[0]] if present else None
 
+    @property
+    def is_scaled_at_once(self) -> bool:
+        """Whether all arrays are dense ones of distributed leaves, or beside such leaves."""
+        return self.shards.dense and not self.wrapped
+
     def shard(self, number: int) -> Any:
         """Return the shard of a distributed leaf, ``None`` for a whole leaf."""
         return self.shards.get(number)
@@ -202,6 +208,8 @@ class OpenedTree(NamedTuple):
     def restore_leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
         """Return leaves of the original formats, given changed arrays."""
         leaves = list(arrays)
+        if not (self.wrapped or self.shards):
+            return leaves
         for number, shard in self.shards.items():
             if arrays[number] is self.opened[number]:
                 leaves[number] = self.leaves[number]
@@ -453,15 +461,13 @@ def open_leaves(
     present = [leaf for leaf in leaves if leaf is not None]
     known = BACKEND_CACHE.get(type(present[0])) if present else None
     leaf_info = None
-    local, shards = leaves, NO_SHARDS
     if known is not None:
-        if not whole:
-            local, shards = known.open_shards(leaves)
+        local, shards = _open_shards(known, leaves, whole=whole)
         leaf_info = known.leaf_infos.get((name, whole, _signature(known, local, shards)))
     if leaf_info is None:
         leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
-        local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
+        local, shards = _open_shards(backend, leaves, whole=whole)
         candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
         backend, candidates = leaf_info.backend, leaf_info.wrapped
@@ -470,24 +476,38 @@ def open_leaves(
     wrapped: dict[int, WrappedLeaf] = {}
     if candidates:
         # Integers become the default float, which depends on the device.
-        arrays = list(local)
         with backend.computation_context(local[candidates[0]]):
-            for number in candidates:
-                leaf = _unwrap(backend, local[number], in_place=in_place, whole=whole)
-                if leaf is not None:
-                    wrapped[number] = leaf
-                    arrays[number] = leaf.array
+            unwrap = partial(_unwrap, backend, in_place=in_place, whole=whole)
+            arrays, wrapped = _unwrap_each(unwrap, local, candidates)
 
     if leaf_info is None:
         with backend.computation_context():
             leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
-        signature = _signature(leaf_info.backend, local, shards)
-        leaf_info = _keep_leaf_info(leaf_info, (name, whole, signature))
+        leaf_info = _keep_leaf_info(leaf_info, (name, whole, _signature(backend, local, shards)))
 
     tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
     if in_place:
         _raise_if_not_writable(tree, whole=whole)
     return tree
+
+
+def _open_shards(backend: Backend, leaves: list[Leaf], *, whole: bool) -> tuple[list[Leaf], Shards]:
+    """Return the local arrays of distributed leaves, unless these stay ``whole``."""
+    return (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
+
+
+def _unwrap_each(
+    unwrap: Callable[[Leaf], WrappedLeaf | None], leaves: list[Leaf], numbers: Iterable[int]
+) -> tuple[list[Any], dict[int, WrappedLeaf]]:
+    """Return leaves with the dense arrays in some of them, and the ways back."""
+    arrays = list(leaves)
+    wrapped = {}
+    for number in numbers:
+        leaf = unwrap(leaves[number])
+        if leaf is not None:
+            wrapped[number] = leaf
+            arrays[number] = leaf.array
+    return arrays, wrapped
 
 
 def _signature(backend: Backend, leaves: list[Leaf], shards: Shards) -> Any:

@@ -48,11 +48,7 @@ _RECORDED = attrgetter("requires_grad")
 
 def is_dtensor(leaf: object) -> bool:
     """Return whether a tensor is a distributed one."""
-    if type(leaf) is torch.Tensor:
-        return False
-    # No distributed tensor exists before this module is imported.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(leaf, module.DTensor)
+    return _is_distributed(type(leaf))
 
 
 def sum_partials(tensor: DTensor) -> DTensor:
@@ -286,21 +282,18 @@ def open_shards(leaves: list[Any], params: list[Any] | None = None) -> tuple[lis
 
     See `uniclip.backends.base.Backend.open_shards`. A partial tensor stays as it is.
     """
-    # No distributed tensor exists before this module is imported.
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return leaves, NO_SHARDS
     likes = leaves
     if params is not None:
         likes = [p if leaf is None else leaf for leaf, p in zip(leaves, params, strict=True)]
-    distributed = module.DTensor
-    if not any([issubclass(kind, distributed) for kind in set(map(type, likes))]):
+    if not any(map(_is_distributed, set(map(type, likes)))):
         return leaves, NO_SHARDS
+
     shards = _find_shards(likes)
+    # Usually all leaves are distributed, and present.
     if shards.dense and len(shards) == len(leaves) and params is None:
-        local = [leaf._local_tensor for leaf in leaves]
-        if _are_dense(local) and not any(map(_RECORDED, leaves)):
-            return local, shards
+        local_tensors = [leaf._local_tensor for leaf in leaves]
+        if _are_dense(local_tensors) and not any(map(_RECORDED, leaves)):
+            return local_tensors, shards
 
     arrays = list(leaves)
     for number, shard in shards.items():
@@ -309,6 +302,15 @@ def open_shards(leaves: list[Any], params: list[Any] | None = None) -> tuple[lis
     if shards.dense and not _are_dense(arrays):
         shards = shards_of(shards)
     return arrays, shards
+
+
+def _is_distributed(kind: type) -> bool:
+    """Return whether a class is that of distributed tensors."""
+    if kind is torch.Tensor:
+        return False
+    # No distributed tensor exists before this module is imported.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def _are_dense(arrays: list[Any]) -> bool:
@@ -341,9 +343,8 @@ def _find_shards(likes: list[Any]) -> Shards:
     # since it takes long to hash one.
     layouts = [getattr(like, "_spec", None) or getattr(like, "dtype", None) for like in likes]
     key = tuple(map(id, layouts))
-    known = _shards_by_layouts.get(key)
-    if known is not None:
-        return known[0]
+    if key in _shards_by_layouts:
+        return _shards_by_layouts[key][0]
 
     by_leaf = {n: _shard_of(like) for n, like in enumerate(likes) if is_dtensor(like)}
     dense = {like.dtype for like in likes if like is not None} <= SINGLE
@@ -432,20 +433,19 @@ def reduce_over_group(array: torch.Tensor, op: Op, group: ProcessGroup) -> torch
     reduced = array.clone()
     # A group for accelerators alone is enough for gradients that FSDP2 has offloaded to the host.
     if array.is_cpu and not tracing():
-        reduced = reduced.to(_device_of(group))
+        reduced = reduced.to(_reducing_device(group))
     torch.distributed.all_reduce(reduced, operation, group=group)
     return reduced.to(array.device)
 
 
-def _device_of(group: ProcessGroup) -> str:
+def _reducing_device(group: ProcessGroup) -> str:
     """Return the type of a device whose tensors a group reduces: the CPU, if it does."""
-    known = _device_types.get(group)
-    if known is None:
+    if group not in _device_types:
         # Such as "cpu:gloo,cuda:nccl".
         config = torch.distributed.get_backend_config(group).split(",")
         types = [of_device.split(":")[0] for of_device in config]
-        known = _device_types[group] = "cpu" if "cpu" in types else types[0]
-    return known
+        _device_types[group] = "cpu" if "cpu" in types else types[0]
+    return _device_types[group]
 
 
 _device_types: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
@@ -507,7 +507,7 @@ class Distributed(Backend[torch.Tensor]):
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
-    def to_device_of(self, like: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    def to_reducing_device(self, like: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
         if is_dtensor(array):
             return array
 
