@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Number
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import ref
 from zlib import crc32
@@ -415,6 +416,20 @@ class _Part(NamedTuple):
         """The number of its elements."""
         return math.prod(self.lengths)
 
+    @property
+    def kind(self) -> int:
+        """Where it is in the vector: sums come first, then counts, then zeros of absent leaves."""
+        if self.source == _COUNTS:
+            return 1
+        return 0 if self.present else 2
+
+    @property
+    def constants(self) -> list[float]:
+        """Its elements, if they are the same at each step; else an empty list."""
+        if self.source == _COUNTS:
+            return [float(len(self.present))]
+        return [] if self.present else [0.0] * self.size
+
 
 _COUNTS = 2
 
@@ -466,32 +481,18 @@ class ShardSums:
     def __init__(self, plan: Plan, parts: list[_Part], everywhere: Sequence[ShardGroup]) -> None:
         self._plan = plan
         self._everywhere = tuple(everywhere)
-        # Sums come first in the vector, then counts, then zeros for gradients that are absent here.
-        computed: list[_Part] = []
-        counted: list[_Part] = []
-        missing: list[_Part] = []
+        self._parts = sorted(parts, key=attrgetter("kind"))
         constants: list[float] = []
-        zeros: list[float] = []
-        for part in parts:
-            if part.source == _COUNTS:
-                counted.append(part)
-                constants.append(float(len(part.present)))
-            elif part.present:
-                computed.append(part)
-            else:
-                missing.append(part)
-                zeros += [0.0] * part.size
-        self._constants = np.asarray(constants + zeros, np.float64)
-
-        self._parts = [*computed, *counted, *missing]
         self._places: list[list[int]] = []
         self._size = 0
         for part in self._parts:
             self._places.append(list(range(self._size, self._size + part.size)))
             self._size += part.size
+            constants += part.constants
+        self._constants = np.asarray(constants, np.float64)
         self._weights = self._weights_of_replicas()
         sources = sorted({part.source for part in parts})
-        self._orders = {n: _order_of(plan, [p for p in computed if p.source == n]) for n in sources}
+        self._orders = {source: _order_of(plan, self._parts, source) for source in sources}
         self.groups = _distinct(list(map(self._reduced_over, parts)))
         """All groups of processes, in the same order in each process, or they would deadlock."""
         self._sent = {group: self._sent_by(group) for group in self.groups}
@@ -608,15 +609,20 @@ class _Sent(NamedTuple):
 
 
 def _order_of(
-    plan: Plan, parts: Sequence[_Part]
+    plan: Plan, parts: Sequence[_Part], source: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the order in which the sums of some parts are computed: the leaves, where these are in
-    the order of the plan, how many each part has, and how many parts are computed together.
+    """Return the order in which the sums of a tree are computed: the leaves, where these are in the
+    order of the plan, how many each part has, and how many parts are computed together.
     """
-    leaves = [leaf for part in parts for leaf in part.present]
+    leaves: list[int] = []
+    counts = []
+    together: Counter[Any] = Counter()
+    for part in parts:
+        if part.source == source and part.kind == 0:
+            leaves += part.present
+            counts.append(len(part.present))
+            together[part.block, part.groups] += 1
     where = {leaf: number for number, leaf in enumerate(plan.order)}
-    together = Counter([(part.block, part.groups) for part in parts])
-    counts = [len(part.present) for part in parts]
     return leaves, take(where, leaves), counts, list(together.values())
 
 
