@@ -112,7 +112,8 @@ def on_processes(rows: list[Row]) -> Iterator[list[str]]:
             if name == "native":
                 cells = [duration(row["us"][name]) for row in some]
             else:
-                cells = [with_quartiles(row["host"][name]) for row in some]
+                ratios = [row["host"][name] for row in some]
+                cells = [bold_if_slower(with_quartiles(one), 1 / one[1]) for one in ratios]
             title = f"{name_of(name)}, {'' if clipped else 'not '}clipped"
             yield [title, *cells, str(count)]
 

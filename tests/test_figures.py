@@ -105,6 +105,15 @@ def rules() -> str:
     return str(len(page_module("rule_presets").PRESETS))
 
 
+def host_under_fsdp2() -> list[str]:
+    """Return the number of parameters of a model on two processes, and the host's time of a clip
+    over that of the native function, not clipped and clipped.
+    """
+    below, above = data("speed-processes")["rows"][-2:]
+    ratios = [f"{row['host']['clip_grad_norm_'][1]:.2f}" for row in (below, above)]
+    return [re.findall(r"\d+ parameters", above["what"])[0].split()[0], *ratios]
+
+
 def minutes(*environments: str) -> float:
     """Return how many minutes the tests of environments take on two cores, by their budgets."""
     budgets = [
@@ -384,6 +393,11 @@ README = [
         "README.md",
         "GPU ({}): GPU time, {}; `attach`",
         lambda: [data("speed-gpu")["about"][key] for key in ("device", "what")],
+    ),
+    Stated(
+        "README.md",
+        "(two processes, {} parameters), the host takes {} / {} of",
+        host_under_fsdp2,
     ),
     Stated("README.md", "is {} lines of code in {} files.", size_of_core),
     Stated(

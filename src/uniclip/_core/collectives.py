@@ -432,6 +432,7 @@ class _Part(NamedTuple):
 
 
 _COUNTS = 2
+_ZERO = np.zeros(1)
 
 
 def _parts_of(plan: Plan, tree: OpenedTree, source: int) -> list[_Part]:
@@ -496,6 +497,8 @@ class ShardSums:
         self.groups = _distinct(list(map(self._reduced_over, parts)))
         """All groups of processes, in the same order in each process, or they would deadlock."""
         self._sent = {group: self._sent_by(group) for group in self.groups}
+        self._has_zeros = False
+        """Whether a block has a norm of which nobody has a gradient."""
         blocks = range(len(plan.blocks))
         self._rows = [self._rows_of_block(source, block) for source in sources for block in blocks]
 
@@ -520,12 +523,13 @@ class ShardSums:
             if group in self._reduced_over(part):
                 sent += place
 
+        back = list(range(self._size))
+        if sent == back:
+            return _Sent(_as_slice(sent), None)
         # The reduced elements come after the vector.
-        everything = list(range(self._size))
-        back = list(everything)
         for number, index in enumerate(sent):
             back[index] = self._size + number
-        return _Sent(np.asarray(sent, np.int64), np.asarray(back, np.int64), sent == everything)
+        return _Sent(_as_slice(sent), np.asarray(back, np.int64))
 
     def _rows_of_block(self, source: int, block: int) -> tuple[list[Any], tuple[int, ...]]:
         """Return arrays of indices whose elements are added to form a block of a tree, and its
@@ -545,7 +549,8 @@ class ShardSums:
             indices: list[int] = []
             for row in rows:
                 indices += row[layer] if layer < len(row) else zeros
-            layers.append(np.asarray(indices, np.int64))
+            self._has_zeros |= self._size in indices
+            layers.append(_as_slice(indices))
         return layers, (len(rows), *lengths)
 
     def add_local(
@@ -565,35 +570,38 @@ class ShardSums:
             )
             arrays += math_.sums(tree, in_order)
 
-        vector = math_.join([*arrays, self._constants])
-        if self._weights is None or (terms and terms[0].p == math.inf):
+        constants, weights = math_.constants([self._constants, self._weights])
+        if self._constants.size or not arrays:
+            arrays.append(constants)
+        vector = math_.join(arrays)
+        if weights is None or (terms and terms[0].p == math.inf):
             return vector
-        return vector * math_.constants([self._weights])[0]
+        return vector * weights
 
     def sent(self, vector: Any, group: ShardGroup) -> list[Any]:
         """Return what a group reduces, as one array; nothing if no sum belongs to it."""
         if group not in self._sent:
             return []
-        sent = self._sent[group]
-        return [vector if sent.all else self._plan.math.take(vector, sent.indices)]
+        return [self._plan.math.take(vector, self._sent[group].indices)]
 
     def put_back(self, vector: Any, group: ShardGroup, reduced: list[Any]) -> Any:
         """Return the vector with reduced elements."""
         if not reduced:
             return vector
-        sent = self._sent[group]
-        if sent.all:
+        back = self._sent[group].back
+        if back is None:
             return reduced[0]
         math_ = self._plan.math
-        return math_.take(math_.join([vector, *reduced]), sent.back)
+        return math_.take(math_.join([vector, *reduced]), back)
 
     def blocks(self, vector: Any, op: Op) -> list[Any]:
         """Return the sums of each block of each tree, then the counts of each block."""
         math_ = self._plan.math
-        with_zero = math_.join([vector, np.zeros(1)])
+        if self._has_zeros:
+            vector = math_.join([vector, *math_.constants([_ZERO])])
         blocks = []
         for layers, shape in self._rows:
-            addends = [math_.take(with_zero, layer, shape) for layer in layers]
+            addends = [math_.take(vector, layer, shape) for layer in layers]
             blocks.append(math_.add(addends, op))
         return blocks
 
@@ -603,9 +611,17 @@ class _Sent(NamedTuple):
 
     indices: Any
     back: Any
-    """The indices that put them back, given the vector followed by the reduced elements."""
-    all: bool
-    """Whether it reduces the whole vector, as it is."""
+    """The indices that put them back, given the vector followed by the reduced elements.
+
+    ``None`` if the whole vector is reduced, as it is.
+    """
+
+
+def _as_slice(indices: list[int]) -> Any:
+    """Return indices as a slice if they are consecutive, else as an array."""
+    if indices and indices == list(range(indices[0], indices[0] + len(indices))):
+        return slice(indices[0], indices[0] + len(indices))
+    return np.asarray(indices, np.int64)
 
 
 def _order_of(

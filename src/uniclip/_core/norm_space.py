@@ -237,13 +237,15 @@ class NormSpace:
         for array in arrays:
             wide = cast(xp, self.to_library(array), self.sum_dtype)
             vectors.append(xp.reshape(wide, (-1,)))
-        return xp.concat(vectors, axis=0)
+        return vectors[0] if len(vectors) == 1 else xp.concat(vectors, axis=0)
 
     def take(self, vector: Any, indices: Any, shape: tuple[int, ...] = (-1,)) -> Tensor:
-        """Return elements of a vector in a shape, by indices that are the same at every step."""
-        if isinstance(vector, NUMPY):
-            return np.reshape(np.take(vector, indices), shape)
+        """Return elements of a vector in a shape, by a slice, or by indices that never change."""
+        if isinstance(vector, np.ndarray):
+            return vector[indices].reshape(shape)
         xp = self.library.xp
+        if isinstance(indices, slice):
+            return xp.reshape(vector[indices], shape)
         [numbers] = self.constants([indices])
         return xp.reshape(xp.take(vector, numbers, axis=0), shape)
 
