@@ -507,7 +507,7 @@ class Distributed(Backend[torch.Tensor]):
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
-    def to_reducing_device(self, like: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    def to_device_of(self, like: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
         if is_dtensor(array):
             return array
 
