@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Clipping under FSDP2 on two processes, beside PyTorch's own function: the time of the host.
 
-The model is so small that the host decides, as it does on a GPU. The time is that of the calling
-thread, which hardly depends on what else runs on a machine, and is without the wait for others.
+The model is so small that the overhead of the host dominates. The time is that of the processor in
+the calling thread, so other programs hardly change it, and waiting for the other process does not
+count.
 """
 
 from __future__ import annotations

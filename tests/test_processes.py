@@ -69,6 +69,8 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
         "ranges",
         "raises",
         "losses_in_row",
+        "mixed_up",
+        "skips_as_in_one",
         "steps_in_backward",
     ],
 )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
@@ -468,8 +469,8 @@ class Clipper:
         """Take a step on the spine, and hold its state and its report; return the leaves, whether
         the step is skipped, and the report.
 
-        ``None``, with nothing changed, if the step does not take it. With a structure, ``spec``,
-        the leaves are distributed: any rule but a chain then takes its step here.
+        ``None``, with nothing changed, if the spine does not apply. With ``spec``, the structure of
+        distributed leaves, a `Rule` takes its step here on any path.
         """
         rule = self.rule
         last = self._last
@@ -480,20 +481,23 @@ class Clipper:
         if spec is not None and type(rule) is Rule:
             result = run_step(rule, Flat(leaves, spec), last.state, step)
             clipped, state, decided = result.leaves, result.state, result.values
+            skipped = decided.skipped
+            if skipped is None or isinstance(skipped, (np.ndarray, np.bool_)):
+                skipped = bool(skipped)
         else:
             taken = run_spine(rule, leaves, last.state, step)
             if taken is None:
                 return None
             clipped, decided = taken
-            state = decided.state
+            state, skipped = decided.state, decided.skipped
 
         report = decided.report()
         if rule.stateful and type(getattr(decided, "norm", None)) is not float:
             state = to_remember(state, last.state)
         # Not `_replace`, which takes a microsecond of each step.
         self._last = _Last(state, report, last.leaves, last.spec, loaded=None, kept=last.kept)
-        self._see(report, skipped=decided.skipped is True)
-        return clipped, decided.skipped, report
+        self._see(report, skipped=skipped is True)
+        return clipped, skipped, report
 
     def _see(self, report: Report, *, skipped: bool) -> None:
         """Keep what is seen of a step for `logs`, and warn of a run that does not train."""

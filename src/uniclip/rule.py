@@ -151,8 +151,10 @@ class Choices(Printed):
         )
 
     @property
-    def decides(self) -> bool:
-        """Whether a step may do more than scale: skip, fail, or change a state."""
+    def must_agree(self) -> bool:
+        """Whether processes must decide alike: a step may skip, raise, replace elements, or change
+        a state.
+        """
         return self.stateful or self.nonfinite != "propagate" or rejects(self.curve)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,11 +26,13 @@ from kit.processes import alike, attached, flags, flags_of_all, layout, refused 
 from kit.sharded import (  # noqa: F401 - the pool calls them by name
     known_whole,
     losses_in_row,
+    mixed_up,
     odd_locals,
     offloaded,
     one_norm,
     raises,
     ranges,
+    skips_as_in_one,
     steps_in_backward,
     two_paths,
     unread,

@@ -25,11 +25,13 @@ from kit.devices import on_torch
 from kit.spine import without_spine
 from uniclip._core import step as general
 from uniclip.integrations.torch import attach, clip_grad_norm_
+from uniclip.report import MANY_SKIPPED
 
 same = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-8, equal_nan=True)
 RULES = {
     "constant": uc.by_global_norm(0.5),
     "skip": uc.by_global_norm(0.5, nonfinite="skip"),
+    "zero": uc.by_global_norm(0.5, nonfinite="zero"),
     "rejects": uc.Rule(4.0, curve=uc.curves.reject),
     "autoclip": uc.autoclip(50, window=4),
     "zclip": uc.zclip(0.5, 0.5, warmup=2),
@@ -124,8 +126,10 @@ def one_norm(layout: str, name: str) -> None:
         same([report.norms, report.factors], [its.norms, its.factors])
         assert [flag_of(report, one) for one in FLAGS] == [flag_of(its, one) for one in FLAGS]
         decides = name != "constant"
+        # The policy "zero" measures once more what is left.
+        again = name == "zero" and value is not None
         most = {"FSDP2": 1, "HSDP": 1 + decides, "FSDP2 x TP": 2}[layout]
-        assert sent.get_total_counts() == most, step
+        assert sent.get_total_counts() == most * (1 + again), step
     same(numbers_of(state), numbers_of(alone))
 
 
@@ -180,6 +184,18 @@ def odd_locals() -> None:
 
     beside = torch.tensor([0.0, 3.0, 0.0])
     check([leaf, beside.to_sparse() if rank() else beside], [full, beside])
+    # Two leaves of one shape, divided in different places.
+    places = ([3, 1], [1, 3])
+    columns = distribute_tensor(full, mesh, [Shard(1)])
+    for sizes in places:
+        own = full.split(sizes)[rank()].clone()
+        laid = DTensor.from_local(
+            own, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+        )
+        for each in (uc.by_norm(0.5, axis=1), uc.by_norm(0.5)):
+            found = uc.clip([laid, columns], each)[0][0].to_local()
+            same(found, uc.clip([full], each)[0][0].split(sizes)[rank()])
+
     params = [leaf, distribute_tensor(full, mesh, [Shard(0)])]
     other = distribute_tensor(full, mesh, [Shard(0)])
     half = torch.cat([full[:2], 0 * full[2:]])
@@ -241,6 +257,45 @@ def losses_in_row() -> None:
         skipped.append(bool(handle.report.skipped))
         optimizer.zero_grad()
     assert skipped == [False] * 4 + [True, False]
+
+
+def skips_as_in_one() -> None:
+    """Check a fused optimizer that skips, and the warning of a run that skips all steps."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    optimizer = torch.optim.Adam([weight], fused=True)
+    handle = attach(optimizer, RULES["skip"])
+
+    def skip_many() -> None:
+        for _ in range(MANY_SKIPPED):
+            weight.grad = distribute_tensor(torch.full((4, 3), math.nan), mesh, [Shard(0)])
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="steps in a row were skipped"):
+        skip_many()
+    assert handle.report.skipped
+    same(whole([weight])[0], torch.ones(4, 3))
+
+
+def mixed_up() -> None:
+    """Check losses and parameters of different kinds in two processes: neither waits."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    handle = attach(optimizer, RULES["spikes"])
+    everywhere = DTensor.from_local(torch.tensor(1.0), mesh, [Replicate()], run_check=False)
+    for loss in (None, torch.tensor(1.0)):
+        weight.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        handle.loss = loss if rank() else everywhere
+        optimizer.step()
+    recorded = weight.detach().clone().requires_grad_()
+    recorded.grad = (weight * 2).sum(0, keepdim=True).expand(4, 3) * weight
+    assert not clip_grad_norm_([recorded], 1.0).requires_grad
+    marked = nn.Parameter(torch.ones(3))
+    marked._fsdp_flattened = True
+    marked.grad = torch.ones(3) if rank() else None
+    with pytest.raises(ValueError, match="FSDP1"):
+        clip_grad_norm_([weight, marked], 1.0)
 
 
 def unread(layout: str, name: str) -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Cross-process reductions: which processes hold which shards, and how sums are all-reduced.
 
-A usual step reduces once, between the sums of leaves and their roots: one vector for each group of
-processes that hold shards of distributed leaves, and one for ``all_reduce``. (Sums in units of the
-largest modulus take two more, and a maximum cannot carry the payload.) Each reduction costs a
-latency, so the vector also has what else processes exchange, the `Payload`. Sums are reduced in
-float64 where the library has it, so that nothing overflows. Of a leaf with n replicas, each process
-contributes 1/n. Facts that never change are agreed on at the first step, by `Reduction.agree`. A
-run of one process uses nothing of this module.
+A usual step reduces once, between the sums of leaves and their roots: one vector along each
+dimension of a mesh that shards leaves, and one for ``all_reduce``. (Sums in units of the largest
+modulus take two more, and a maximum cannot carry the payload.) Each reduction costs a latency, so
+the vector also has what else processes exchange, the `Payload`. Sums are reduced in float64 where
+the library has it, so that nothing overflows. Replicas count once: sums of those that ``shared``
+marks are divided by their number; those along a mesh are not reduced, or are divided, too, if all
+processes have to agree. Facts that never change are agreed on at the first step, by
+`Reduction.agree`. A run of one process uses nothing of this module.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import chain
 from numbers import Number
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -276,7 +278,7 @@ class Collectives:
         # Replicas that are reduced by themselves may differ in the last bit. Where a rule decides
         # more than a factor, all processes have to decide alike, so all reduce every sum.
         self._everywhere: list[Any] = []
-        if rule.decides and not (self.norms_sharded or plan.math.derives):
+        if rule.must_agree and not (self.norms_sharded or plan.math.derives):
             self._everywhere = groups
         self._shard_sums: dict[Hashable, ShardSums] = {}
 
@@ -292,6 +294,7 @@ class Collectives:
             blocks = []
             for tree, of_tree in zip(trees, terms, strict=True):
                 blocks += self._plan.math.sums(tree, of_tree)
+            # Whole leaves of meshes, or norms whose axes are all sharded.
             for group in self.mesh_groups:
                 extras = Payload(payload.losses, payload.nonfinite_arrays)
                 extras = extras.fill(reduce_payload(self._plan.math, extras.arrays, "sum", group))
@@ -309,7 +312,7 @@ class Collectives:
         """Return a function of the sums of leaves, in the order of the plan or in another one, by
         which replicas count once.
 
-        ``None`` if no leaf has replicas.
+        ``None`` if no leaf can have replicas.
         """
         shards = tree.shards if self._plan.math.derives else {}
         if self.replicas is None and not shards:
@@ -344,17 +347,18 @@ class Collectives:
         math_ = self._plan.math
         op = op_of(terms[0].p) if terms else "sum"
         shard_sums = self._shard_sums_of(trees, counts=payload.present is not None)
-        vector = shard_sums.add_local(trees, terms, self.weigher)
+        vector = shard_sums.sum_here(trees, terms, self.weigher, op)
         extras = Payload(payload.losses, payload.nonfinite_arrays)
         for group in dict.fromkeys([*shard_sums.groups, *self.mesh_groups]):
-            sent = shard_sums.sent(vector, group)
-            carried = extras if group in self.mesh_groups else Payload()
-            reduced = reduce_payload(math_, [*sent, *carried.arrays], op, group)
+            sent = shard_sums.select(vector, group)
+            carries = group in self.mesh_groups
+            carried = extras.arrays if carries else []
+            reduced = reduce_payload(math_, [*sent, *carried], op, group)
             vector = shard_sums.put_back(vector, group, reduced[: len(sent)])
-            if group in self.mesh_groups:
+            if carries:
                 extras = extras.fill(reduced[len(sent) :])
 
-        blocks = shard_sums.blocks(vector, op)
+        blocks = shard_sums.to_blocks(vector, op)
         count = len(trees) * len(self._plan.blocks)
         if payload.present is not None:
             extras = extras._replace(present=blocks[count:])
@@ -395,13 +399,19 @@ class Collectives:
         return {number: count / self.replicas[number] for number, count in counts.items()}
 
 
+_COUNTS = 2
+"""The source of the numbers of gradients, as if they were one more tree."""
+
+
 class _Part(NamedTuple):
     """The leaves of one norm whose shards are held by the same processes."""
 
     source: int
-    """The number of its tree. The numbers of gradients are one more tree, `_COUNTS`."""
+    """0 for the gradients, 1 for the parameters, or `_COUNTS`."""
     block: int
+    """The block of its norm."""
     row: int
+    """The row of its norm in the block."""
     groups: tuple[Any, ...]
     """The processes over which it is reduced; empty for leaves that are whole in each process."""
     leaves: tuple[int, ...]
@@ -417,22 +427,16 @@ class _Part(NamedTuple):
         return math.prod(self.lengths)
 
     @property
-    def kind(self) -> int:
-        """Where it is in the vector: sums come first, then counts, then zeros of absent leaves."""
-        if self.source == _COUNTS:
-            return 1
-        return 0 if self.present else 2
+    def is_computed(self) -> bool:
+        """Whether it is a sum of leaves of this process, which each step computes."""
+        return self.source != _COUNTS and bool(self.present)
 
     @property
     def constants(self) -> list[float]:
-        """Its elements, if they are the same at each step; else an empty list."""
+        """The number of its gradients, or zeros, if it is not computed."""
         if self.source == _COUNTS:
             return [float(len(self.present))]
         return [] if self.present else [0.0] * self.size
-
-
-_COUNTS = 2
-_ZERO = np.zeros(1)
 
 
 def _parts_of(plan: Plan, tree: OpenedTree, source: int) -> list[_Part]:
@@ -482,25 +486,36 @@ class ShardSums:
     def __init__(self, plan: Plan, parts: list[_Part], everywhere: Sequence[ShardGroup]) -> None:
         self._plan = plan
         self._everywhere = tuple(everywhere)
-        self._parts = sorted(parts, key=attrgetter("kind"))
+        # Computed sums come first in the vector.
+        in_vector = sorted(parts, key=attrgetter("is_computed"), reverse=True)
+        self._placed: list[tuple[_Part, list[int]]] = []
         constants: list[float] = []
-        self._places: list[list[int]] = []
         self._size = 0
-        for part in self._parts:
-            self._places.append(list(range(self._size, self._size + part.size)))
+        for part in in_vector:
+            self._placed.append((part, list(range(self._size, self._size + part.size))))
             self._size += part.size
             constants += part.constants
         self._constants = np.asarray(constants, np.float64)
         self._weights = self._weights_of_replicas()
-        sources = sorted({part.source for part in parts})
-        self._orders = {source: _order_of(plan, self._parts, source) for source in sources}
-        self.groups = _distinct(list(map(self._reduced_over, parts)))
+
+        in_leaf_order = sorted(
+            self._placed, key=lambda placed: (placed[0].source, placed[0].leaves)
+        )
+        self.groups = _distinct([self._reduced_over(part) for part, _ in in_leaf_order])
         """All groups of processes, in the same order in each process, or they would deadlock."""
-        self._sent = {group: self._sent_by(group) for group in self.groups}
+        self._sent = {}
+        for group in self.groups:
+            self._sent[group] = self._sent_by(group, in_leaf_order)
+
+        self._orders = []
+        self._rows: list[tuple[list[Any], tuple[int, ...]]] = []
         self._has_zeros = False
-        """Whether a block has a norm of which nobody has a gradient."""
-        blocks = range(len(plan.blocks))
-        self._rows = [self._rows_of_block(source, block) for source in sources for block in blocks]
+        """Whether a row has fewer parts than others of its block, or none."""
+        for source in sorted({part.source for part in parts}):
+            if source != _COUNTS:
+                self._orders.append(_order_of(plan, in_vector, source))
+            for block in range(len(plan.blocks)):
+                self._rows.append(self._rows_of_block(source, block))
 
     def _reduced_over(self, part: _Part) -> tuple[Any, ...]:
         """Return the groups of processes that reduce a part."""
@@ -509,17 +524,16 @@ class ShardSums:
     def _weights_of_replicas(self) -> Any:
         """Return factors by which replicas count once, ``None`` if all are 1."""
         weights: list[float] = []
-        for part in self._parts:
+        for part, _ in self._placed:
             groups = self._reduced_over(part)
             replicas = math.prod([group.size for group in groups if group not in part.groups])
             weights += [1 / replicas] * part.size
         return np.asarray(weights) if set(weights) - {1.0} else None
 
-    def _sent_by(self, group: ShardGroup) -> _Sent:
+    def _sent_by(self, group: ShardGroup, in_leaf_order: Sequence[Any]) -> _Sent:
         """Return the elements that a group reduces."""
-        pairs = zip(self._parts, self._places, strict=True)
         sent: list[int] = []
-        for part, place in sorted(pairs, key=lambda pair: (pair[0].source, pair[0].leaves)):
+        for part, place in in_leaf_order:
             if group in self._reduced_over(part):
                 sent += place
 
@@ -532,12 +546,10 @@ class ShardSums:
         return _Sent(_as_slice(sent), np.asarray(back, np.int64))
 
     def _rows_of_block(self, source: int, block: int) -> tuple[list[Any], tuple[int, ...]]:
-        """Return arrays of indices whose elements are added to form a block of a tree, and its
-        shape.
-        """
+        """Return the indices whose elements are added to form a block of a tree, and its shape."""
         rows: list[list[list[int]]] = [[] for _ in self._plan.blocks[block].groups]
         lengths: tuple[int, ...] = ()
-        for part, place in zip(self._parts, self._places, strict=True):
+        for part, place in self._placed:
             if (part.source, part.block) == (source, block):
                 rows[part.row].append(place)
                 lengths = part.lengths
@@ -553,20 +565,23 @@ class ShardSums:
             layers.append(_as_slice(indices))
         return layers, (len(rows), *lengths)
 
-    def add_local(
-        self, trees: Sequence[OpenedTree], terms: Sequence[Terms], weigher: Callable[..., Any]
+    def sum_here(
+        self,
+        trees: Sequence[OpenedTree],
+        terms: Sequence[Terms],
+        weigher: Callable[..., Any],
+        op: Op,
     ) -> Any:
         """Return the vector of this process."""
         math_ = self._plan.math
         arrays: list[Any] = []
-        orders = zip(trees, terms, self._orders.values(), strict=False)
-        for tree, of_tree, (leaves, numbers, counts, heights) in orders:
+        for tree, of_tree, order in zip(trees, terms, self._orders, strict=True):
             in_order = of_tree._replace(
-                arrays=take(of_tree.arrays, numbers),
-                counts=counts,
-                blocks=heights,
-                axes=of_tree.axes and take(of_tree.axes, numbers),
-                weigh=weigher(tree, of_tree.p, leaves),
+                arrays=take(of_tree.arrays, order.numbers),
+                counts=order.counts,
+                blocks=order.heights,
+                axes=of_tree.axes and take(of_tree.axes, order.numbers),
+                weigh=weigher(tree, of_tree.p, order.leaves),
             )
             arrays += math_.sums(tree, in_order)
 
@@ -574,11 +589,10 @@ class ShardSums:
         if self._constants.size or not arrays:
             arrays.append(constants)
         vector = math_.join(arrays)
-        if weights is None or (terms and terms[0].p == math.inf):
-            return vector
-        return vector * weights
+        # Replicas do not change a maximum.
+        return vector if weights is None or op == "max" else vector * weights
 
-    def sent(self, vector: Any, group: ShardGroup) -> list[Any]:
+    def select(self, vector: Any, group: ShardGroup) -> list[Any]:
         """Return what a group reduces, as one array; nothing if no sum belongs to it."""
         if group not in self._sent:
             return []
@@ -594,7 +608,7 @@ class ShardSums:
         math_ = self._plan.math
         return math_.take(math_.join([vector, *reduced]), back)
 
-    def blocks(self, vector: Any, op: Op) -> list[Any]:
+    def to_blocks(self, vector: Any, op: Op) -> list[Any]:
         """Return the sums of each block of each tree, then the counts of each block."""
         math_ = self._plan.math
         if self._has_zeros:
@@ -604,6 +618,9 @@ class ShardSums:
             addends = [math_.take(vector, layer, shape) for layer in layers]
             blocks.append(math_.add(addends, op))
         return blocks
+
+
+_ZERO = np.zeros(1)
 
 
 class _Sent(NamedTuple):
@@ -624,22 +641,30 @@ def _as_slice(indices: list[int]) -> Any:
     return np.asarray(indices, np.int64)
 
 
-def _order_of(
-    plan: Plan, parts: Sequence[_Part], source: int
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the order in which the sums of a tree are computed: the leaves, where these are in the
-    order of the plan, how many each part has, and how many parts are computed together.
-    """
+class _Order(NamedTuple):
+    """The order in which the sums of a tree are computed: part by part."""
+
+    leaves: list[int]
+    numbers: list[int]
+    """Where these leaves are in the order of the plan."""
+    counts: list[int]
+    """The number of leaves of each part."""
+    heights: list[int]
+    """How many parts are summed together: those of one block and of the same processes."""
+
+
+def _order_of(plan: Plan, parts: Sequence[_Part], source: int) -> _Order:
+    """Return the order in which the sums of a tree are computed."""
     leaves: list[int] = []
     counts = []
-    together: Counter[Any] = Counter()
+    heights: Counter[Any] = Counter()
     for part in parts:
-        if part.source == source and part.kind == 0:
+        if part.source == source and part.is_computed:
             leaves += part.present
             counts.append(len(part.present))
-            together[part.block, part.groups] += 1
-    where = {leaf: number for number, leaf in enumerate(plan.order)}
-    return leaves, take(where, leaves), counts, list(together.values())
+            heights[part.block, part.groups] += 1
+    number_in_plan = {leaf: number for number, leaf in enumerate(plan.order)}
+    return _Order(leaves, take(number_in_plan, leaves), counts, list(heights.values()))
 
 
 class Exchange:
@@ -674,14 +699,9 @@ class Exchange:
         return self._reduced
 
 
-def _distinct(groups: Sequence[Sequence[Any]]) -> list[Any]:
+def _distinct(groups: Iterable[Sequence[Any]]) -> list[Any]:
     """Return each group of processes once, in the order of first occurrence."""
-    distinct: dict[Any, None] = {}
-    for of_tree in groups:
-        for group in of_tree:
-            if group is not None:
-                distinct[group] = None
-    return list(distinct)
+    return list(dict.fromkeys(chain.from_iterable(groups)))
 
 
 def _groups_of_meshes(trees: Sequence[OpenedTree]) -> list[Any]:

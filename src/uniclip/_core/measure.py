@@ -155,7 +155,7 @@ def _measure_norms(
 
     of_trees = [math_.as_norms(of_tree) for of_tree in norms]
     if finite_norms is None:
-        finite_norms = mark_nonfinite(rule, plan, of_trees[0])
+        finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
     of_params = of_trees[1] if len(of_trees) > 1 else None
     return Measured(of_trees[0], of_params, counts_of_norms, finite_norms=finite_norms)
 
@@ -164,7 +164,7 @@ def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:
     return [norm / divisor for norm, divisor in zip(norms, divisors, strict=True)]
 
 
-def mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
+def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     """Return norms with NaN for those that are not finite, as limits get them.
 
     With a norm of ∞ a limit could return ∞, which would not clip.
@@ -224,22 +224,20 @@ def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
 
 
 def _find_loss(plan: Plan, inputs: StepInputs, losses: list[Any] | None) -> Tensor | None:
-    """Return the loss of a step where the norms are, ``None`` if the limit does not use it."""
+    """Return the loss of a step where the norms are, the mean of all processes.
+
+    ``losses`` are the reduced `loss_sums`, if there are any. ``None`` without a loss, or if the
+    limit does not use it.
+    """
     if "loss" not in inputs.rule.limit.needs:
         return None
-    return reduced_loss(plan.math, inputs.step.loss, losses, inputs.trees[0].first)
-
-
-def reduced_loss(math_: NormSpace, loss: Any, losses: list[Any] | None, first: Any) -> Any:
-    """Return a loss where the norms are, the mean of all processes, given the first gradient.
-
-    ``losses`` are the reduced ``loss_sums``, if there are any. ``None`` without a loss.
-    """
+    loss = inputs.step.loss
+    math_ = plan.math
     if losses:
         loss = mean_loss(math_.library, loss, list(map(math_.to_library, losses)))
     elif isinstance(loss, Loss):
         loss = loss.mean
-    return None if loss is None else convert_loss(math_, loss, first)
+    return None if loss is None else convert_loss(math_, loss, inputs.trees[0].first)
 
 
 def convert_loss(math_: NormSpace, loss: Any, first: Any) -> Tensor:

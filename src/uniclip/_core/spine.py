@@ -6,7 +6,8 @@ asked for a single number, and a backend multiplies in one call. A chain measure
 after a rule is its norm times its factor. `uniclip.clip`, clippers, PyTorch's functions and
 attached optimizers all call `run_spine`. If it returns ``None``, with nothing written and no state
 changed, they take the general path, in `uniclip._core.step`, which handles rare cases (norms that
-are not finite or out of range, several processes) and raises nearly all errors.
+are not finite or out of range, several processes) and raises nearly all errors. Of distributed
+leaves with one norm the general path measures it, and the spine decides and scales.
 """
 
 from __future__ import annotations
@@ -388,20 +389,21 @@ def _scale(rule: Any, measured: OneNorm, factor: Any, *, in_place: bool) -> list
     return backend.scale(Products(arrays, [factor], places, in_place=in_place, zero=zero))
 
 
-# After the general path has measured.
+# On distributed leaves, which the general path measures.
 
 
 def _finish_by_numbers(
     plan: Plan, inputs: StepInputs, measured: Measured
 ) -> tuple[list[Any], Decision] | None:
-    """Decide and scale by numbers, given a norm over several processes.
+    """Decide and scale as the spine does, given a norm over several processes.
 
-    ``None``, with nothing written, if only the general path can.
+    ``None``, with nothing written, if only the general path can: this process may not measure
+    again, since others would wait for it.
     """
     rule, trees, step, state, limit = inputs
     tree = trees[0]
     math_ = plan.math
-    if not (math_.host and math_.narrow and tree.is_scaled_at_once):
+    if not (math_.host and math_.narrow and tree.all_dense_shards):
         return None
     norm = rounded_norm(measured.norms[0].item(), np.float32)
     is_present = measured.present is None or bool(measured.present[0].all())
@@ -414,12 +416,15 @@ def _finish_by_numbers(
     decided = _decide(rule, of_step, state, limit)
     if decided is None:
         return None
-    if decided.factor == 1 or not arrays:
-        return tree.leaves, decided
-    scaled = _scale(rule, of_step, decided.factor, in_place=step.in_place)
-    if scaled is None or step.in_place:
-        return None if scaled is None else (tree.leaves, decided)
-    return tree.restore_leaves(fill_places(tree.arrays, scaled)), decided
+
+    leaves = tree.leaves
+    if decided.factor != 1 and arrays:
+        scaled = _scale(rule, of_step, decided.factor, in_place=step.in_place)
+        if scaled is None:
+            return None
+        if not step.in_place:
+            leaves = tree.restore_leaves(fill_places(tree.arrays, scaled))
+    return leaves, decided
 
 
 # On an accelerator.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The general path of a step: plan, measure, decide by the limit and the curve, apply.
 
-`uniclip._core.spine` takes the common steps. The functions follow in the order in which
-they run. This module also applies the policy for gradients that are not finite.
+`uniclip._core.spine` takes the common steps, and decides those of distributed leaves with one norm.
+The functions follow in the order in which they run. This module also applies the policy for
+gradients that are not finite.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def _run_planned(
         tree, measured = _measure_and_zero(plan, inputs)
     else:
         measured = measure(plan, inputs, tree)
-    finished = None if finish is None else finish(plan, inputs, measured)
+    # The policy "zero" may have replaced elements.
+    finished = None
+    if finish is not None and tree is inputs.trees[0]:
+        finished = finish(plan, inputs, measured)
     if finished is not None:
         clipped, decision = finished
         return StepResult(clipped, tree.spec.unflatten, decision, decision.state)

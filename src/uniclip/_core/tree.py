@@ -2,9 +2,10 @@
 """Trees of gradients and parameters: flatten them, open leaves into dense arrays, and rebuild them.
 
 A tree is flattened and opened once. Only this module opens leaves that are not dense floating-point
-arrays (sparse and distributed ones, integers, storage formats): each becomes a `WrappedLeaf` with
-such an array, in which elements that are stored twice are summed. `OpenedTree.restore_leaves`
-rebuilds the formats. An absent gradient, ``None``, stays in its place.
+arrays. Distributed ones become their local arrays, and `Shards`. Sparse ones, integers and storage
+formats become a `WrappedLeaf` each, with a dense array in which elements that are stored twice are
+summed. `OpenedTree.restore_leaves` rebuilds the formats. An absent gradient, ``None``, stays in its
+place.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ class OpenedTree(NamedTuple):
     shards: Shards = NO_SHARDS
     """The shards of distributed leaves. An absent gradient has the shard of its parameter."""
     opened: list[Any] = []  # noqa: RUF012 - never changed
-    """The arrays as they were opened, before the policy ``"zero"`` has replaced elements."""
+    """The arrays of gradients as they were opened, before the policy ``"zero"`` has replaced
+    elements.
+    """
 
     @property
     def backend(self) -> Backend:
@@ -159,8 +162,8 @@ class OpenedTree(NamedTuple):
         return self.arrays[present[0]] if present else None
 
     @property
-    def is_scaled_at_once(self) -> bool:
-        """Whether all arrays are dense ones of distributed leaves, or beside such leaves."""
+    def all_dense_shards(self) -> bool:
+        """Whether some leaves are distributed, and all arrays are dense and at most float32."""
         return self.shards.dense and not self.wrapped
 
     def shard(self, number: int) -> Any:
@@ -211,10 +214,11 @@ class OpenedTree(NamedTuple):
         if not (self.wrapped or self.shards):
             return leaves
         for number, shard in self.shards.items():
-            if arrays[number] is self.opened[number]:
-                leaves[number] = self.leaves[number]
-            elif number not in self.wrapped:
-                leaves[number] = shard.distribute(self.leaves[number], arrays[number])
+            if number in self.wrapped:
+                continue
+            unchanged = arrays[number] is self.opened[number]
+            leaf = self.leaves[number]
+            leaves[number] = leaf if unchanged else shard.distribute(leaf, arrays[number])
 
         for number in self.leaf_info.wrapped:
             # Integers are rebuilt even if unchanged, since a rule of norms always returns floats.
@@ -512,7 +516,7 @@ def _unwrap_each(
 
 def _signature(backend: Backend, leaves: list[Leaf], shards: Shards) -> Any:
     """Return the signature of leaves, given the local arrays of distributed ones."""
-    # Shards know the dtypes of all leaves.
+    # Dense shards are at most float32, so their `LeafInfo` differs by the device alone.
     if shards.dense and len(shards) == len(leaves):
         return shards.number, backend.device(leaves[0])
     return backend.signature(leaves)
@@ -714,8 +718,9 @@ def with_params(
         tree = tree._replace(leaf_info=params.leaf_info.without_leaves())
     # An absent gradient takes part in the reductions of its distributed parameter.
     if params.shards and len(present) < len(tree.leaves):
-        shards = tree.backend.open_shards(tree.leaves, params.leaves)[1]
-        tree = tree._replace(shards=shards)
+        pairs = zip(tree.leaves, params.leaves, strict=True)
+        likes = [param if leaf is None else leaf for leaf, param in pairs]
+        tree = tree._replace(shards=tree.backend.open_shards(likes)[1])
 
     return tree, _match_params(rule, tree, params) if needs_params else None
 
@@ -767,7 +772,7 @@ def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> Opened
 
     shards = params.shards
     if rule.scope.axes is not None:
-        # Equal shards are one object.
+        # Equal shards are usually one object. Others are compared below.
         if shards is not tree.shards:
             arrays, shards = _divide_alike(rule, tree, params, arrays)
         for number in tree.wrapped:

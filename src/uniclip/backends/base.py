@@ -177,7 +177,7 @@ class Shards(dict[int, Any]):
     def __init__(self, by_leaf: dict[int, Any], number: int = 0, *, dense: bool = False) -> None:
         super().__init__(by_leaf)
         self.number = number
-        """Equal for equal shards, for the keys of caches."""
+        """What these shards are in the keys of caches."""
         self.dense = dense
         """Whether all local arrays are dense, at most float32, and without a derivative."""
 
@@ -444,13 +444,10 @@ class Backend(Generic[A]):
 
     # Where arrays are, and whether they have values.
 
-    def open_shards(
-        self, leaves: list[Any], params: list[Any] | None = None
-    ) -> tuple[list[Any], Shards]:
+    def open_shards(self, leaves: list[Any]) -> tuple[list[Any], Shards]:
         """Return leaves with the local arrays of distributed ones, and the shards of these.
 
-        An absent leaf has the shard of its parameter, if there are ``params``. The list of a tree
-        without distributed leaves is returned as it is.
+        The list of a tree without distributed leaves is returned as it is.
         """
         return leaves, NO_SHARDS
 

@@ -41,11 +41,6 @@ SHARD_CACHE_SIZE = 4096
 """The number of shards of single tensors that are cached, so that equal ones are one object."""
 
 
-_DENSE = {torch.Tensor, type(None)}
-_LAYOUT = attrgetter("layout")
-_RECORDED = attrgetter("requires_grad")
-
-
 def is_dtensor(leaf: object) -> bool:
     """Return whether a tensor is a distributed one."""
     return _is_distributed(type(leaf))
@@ -89,11 +84,6 @@ def _zeros_like(addend: torch.Tensor) -> torch.Tensor:
     if is_recorded(addend):
         return _Weighted.apply(addend, 0.0, 1.0)
     return torch.zeros_like(addend)
-
-
-def is_partial(tensor: DTensor) -> bool:
-    """Return whether the values of a distributed tensor are still to be summed over processes."""
-    return any([p.is_partial() for p in tensor.placements])
 
 
 def _local_of(tensor: DTensor) -> torch.Tensor:
@@ -167,17 +157,15 @@ class LocalShard:
     ) -> None:
         self.is_here = mesh.get_coordinate() is not None
         """Whether this process belongs to the mesh."""
-        self.partial = any([p.is_partial() for p in placements])
-        """Whether the tensor is partial. Its shard is that of the sum."""
-        if self.partial:
-            placements = _without_partials(placements)
         self.mesh = mesh
-        self.placements = placements
+        self.placements = _without_partials(placements)
+        self.partial = self.placements != placements
+        """Whether the tensor is partial. Its shard is that of the sum."""
         self.shape = shape
         self.local = local
         """The shape of the local tensor."""
 
-        sizes = zip(mesh.shape, placements, strict=True)
+        sizes = zip(mesh.shape, self.placements, strict=True)
         self.replicas = math.prod([size for size, p in sizes if p.is_replicate()])
         """The number of processes of the mesh that have the same elements."""
 
@@ -223,7 +211,7 @@ class LocalShard:
         return leaf.full_tensor()
 
     def distribute(self, like: DTensor, local: torch.Tensor) -> DTensor:
-        """Return a leaf with another local tensor."""
+        """Return a leaf with another local tensor. A partial one is distributed already."""
         return local if is_dtensor(local) else _like_local(like, local)
 
     def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
@@ -268,36 +256,33 @@ class LocalShard:
 
 def open_partial(leaf: DTensor, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
     """Return a partial tensor summed, as a whole or as its local tensor; ``None`` for others."""
-    if not is_partial(leaf):
+    if not any([p.is_partial() for p in leaf.placements]):
         return None
     total = sum_partials(leaf)
     rebuild = partial(write_sum if in_place else divide_sum, leaf)
-    if not whole:
-        return WrappedLeaf(_local_of(total), rebuild)
-    return WrappedLeaf(total, lambda new: rebuild(new.to_local()))
+    if whole:
+        return WrappedLeaf(total, lambda new: rebuild(new.to_local()))
+    return WrappedLeaf(_local_of(total), rebuild)
 
 
-def open_shards(leaves: list[Any], params: list[Any] | None = None) -> tuple[list[Any], Shards]:
+def open_shards(leaves: list[Any]) -> tuple[list[Any], Shards]:
     """Return leaves with the local tensors of distributed ones, and the shards of these.
 
     See `uniclip.backends.base.Backend.open_shards`. A partial tensor stays as it is.
     """
-    likes = leaves
-    if params is not None:
-        likes = [p if leaf is None else leaf for leaf, p in zip(leaves, params, strict=True)]
-    if not any(map(_is_distributed, set(map(type, likes)))):
+    if not any(map(_is_distributed, set(map(type, leaves)))):
         return leaves, NO_SHARDS
 
-    shards = _find_shards(likes)
+    shards = _find_shards(leaves)
     # Usually all leaves are distributed, and present.
-    if shards.dense and len(shards) == len(leaves) and params is None:
+    if shards.dense and len(shards) == len(leaves):
         local_tensors = [leaf._local_tensor for leaf in leaves]
         if _are_dense(local_tensors) and not any(map(_RECORDED, leaves)):
             return local_tensors, shards
 
     arrays = list(leaves)
     for number, shard in shards.items():
-        if leaves[number] is not None and not shard.partial:
+        if not shard.partial:
             arrays[number] = _local_of(leaves[number])
     if shards.dense and not _are_dense(arrays):
         shards = shards_of(shards)
@@ -313,41 +298,50 @@ def _is_distributed(kind: type) -> bool:
     return module is not None and issubclass(kind, module.DTensor)
 
 
+_DENSE_CLASSES = {torch.Tensor, type(None)}
+"""The classes of local tensors whose attributes say all, and of absent leaves."""
+# Functions that `map` calls without Python code for each of many tensors.
+_LAYOUT = attrgetter("layout")
+_RECORDED = attrgetter("requires_grad")
+
+
 def _are_dense(arrays: list[Any]) -> bool:
     """Return whether tensors that are present are dense, not traced, and have no derivative."""
-    if tracing() or in_forward_mode() or not set(map(type, arrays)) <= _DENSE:
+    if tracing() or in_forward_mode() or not set(map(type, arrays)) <= _DENSE_CLASSES:
         return False
     present = [array for array in arrays if array is not None]
-    # `map` runs no Python code for each of many tensors.
     return set(map(_LAYOUT, present)) <= {torch.strided} and not any(map(_RECORDED, present))
 
 
 def shards_of_gradients(params: list[Any]) -> list[Any] | None:
     """Return the gradients of distributed parameters, and of regular ones beside them.
 
-    ``None`` if one is absent, or a parameter is of another class.
+    ``None`` if one is absent or has a derivative, or a parameter is of another class.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not set(map(type, params)) <= {module.DTensor, torch.nn.Parameter}:
         return None
     grads = [param.grad for param in params]
-    return None if type(None) in set(map(type, grads)) else grads
+    if type(None) in set(map(type, grads)) or any(map(_RECORDED, grads)):
+        return None
+    return grads
 
 
-def _find_shards(likes: list[Any]) -> Shards:
+def _find_shards(leaves: list[Any]) -> Shards:
     """Return the shards of leaves."""
     if torch.compiler.is_compiling():
-        return shards_of({n: _shard_of(like) for n, like in enumerate(likes) if is_dtensor(like)})
+        return shards_of({n: _shard_of(leaf) for n, leaf in enumerate(leaves) if is_dtensor(leaf)})
 
-    # FSDP2 gives the gradients of a parameter one layout in all steps. It is found by its identity,
-    # since it takes long to hash one.
-    layouts = [getattr(like, "_spec", None) or getattr(like, "dtype", None) for like in likes]
+    # FSDP2 gives the gradients of a parameter one layout at all steps. It is looked up by its
+    # identity, since it takes long to hash one.
+    layouts = [getattr(leaf, "_spec", None) or getattr(leaf, "dtype", None) for leaf in leaves]
     key = tuple(map(id, layouts))
-    if key in _shards_by_layouts:
-        return _shards_by_layouts[key][0]
+    found = _shards_by_layouts.get(key)
+    if found is not None:
+        return found[0]
 
-    by_leaf = {n: _shard_of(like) for n, like in enumerate(likes) if is_dtensor(like)}
-    dense = {like.dtype for like in likes if like is not None} <= SINGLE
+    by_leaf = {n: _shard_of(leaf) for n, leaf in enumerate(leaves) if is_dtensor(leaf)}
+    dense = {leaf.dtype for leaf in leaves if leaf is not None} <= SINGLE
     dense = dense and all([shard.is_here and not shard.partial for shard in by_leaf.values()])
     if len(_shards_by_layouts) >= SHARDS_CACHE_SIZE:
         _shards_by_layouts.clear()
@@ -365,9 +359,10 @@ def _shard_of(tensor: DTensor) -> LocalShard:
     """Return this process's shard of a distributed tensor, after partial values are summed."""
     mesh = tensor.device_mesh
     placements = tuple(tensor.placements)
-    layout = mesh, placements, tuple(tensor.shape)
+    # `from_local` may divide a tensor in other places than PyTorch does.
+    layout = mesh, placements, tuple(tensor.shape), tuple(_local_of(tensor).shape)
     if torch.compiler.is_compiling():
-        return LocalShard(*layout, tuple(_local_of(tensor).shape))
+        return LocalShard(*layout)
 
     # Meshes of another initialization are equal, but have other groups.
     groups: list[str] = []
@@ -378,8 +373,7 @@ def _shard_of(tensor: DTensor) -> LocalShard:
     if shard is None:
         if len(_shards) >= SHARD_CACHE_SIZE:
             _shards.clear()
-        shard = LocalShard(*layout, tuple(_local_of(tensor).shape))
-        _shards[key] = shard
+        shard = _shards[key] = LocalShard(*layout)
     return shard
 
 

@@ -141,8 +141,9 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
 
     With several processes in ``torch.distributed``, a rule that uses the loss gets the mean of
     their losses, so that all decide alike. Every process must take part at each step, with a loss
-    or without. The losses are sent with the norm if the parameters are distributed over all
-    processes, as by FSDP2; else in one small reduction of the default group.
+    or without. If one dimension of a mesh has all processes, as in FSDP2, a rule sends the loss
+    with the norm. Otherwise, and in chains and masks, one small reduction of the default group
+    comes first.
 
     Examples
     --------

@@ -136,17 +136,18 @@ def clip_grad_norm_(
     if rule is not None and single_process and type(parameters) is list:
         is_limit = type(max_norm) in _NUMBERS and max_norm >= 0  # type: ignore[operator]
         grads = gradients_of(parameters) if is_limit else None
+        shards = shards_of_gradients(parameters) if is_limit and grads is None else None
+        is_plain = grads is not None or shards is not None
+        if is_plain and _DISTRIBUTED and torch.distributed.is_initialized():
+            check_shards(parameters, "parameters", rule, _IN_PLACE)
+        if shards is not None:
+            flat = Flat(shards, _spec_of_list(len(shards)))
+            norm: torch.Tensor = run_step(rule, flat, NOTHING, _IN_PLACE, max_norm).norms()
+            return norm
         if grads is not None:
-            if _DISTRIBUTED and torch.distributed.is_initialized():
-                check_shards(parameters, "parameters", rule, _IN_PLACE)
             taken = run_spine(rule, grads, NOTHING, _IN_PLACE, max_norm)
             if taken is not None:
                 return _norm_of(taken[1])
-        grads = shards_of_gradients(parameters) if is_limit and grads is None else None
-        if grads is not None:
-            flat = Flat(grads, _spec_of_list(len(grads)))
-            norm: torch.Tensor = run_step(rule, flat, NOTHING, _IN_PLACE, max_norm).norms()
-            return norm
 
     tensors = _tensors(parameters, "parameters")
     if rule is None:

@@ -13,7 +13,7 @@ from uniclip._errors import counted, summarize
 from uniclip._types import Step
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch.dtensor import is_dtensor, shards_of_gradients
+from uniclip.backends.torch.dtensor import shards_of_gradients
 from uniclip.backends.torch.one_norm import gradients_of
 from uniclip.clipper import Clipper
 from uniclip.compose import rules_with_norms
@@ -26,6 +26,7 @@ from uniclip.integrations.torch.processes import (
     average_loss,
     reduced_everywhere,
     several,
+    whole_loss,
 )
 from uniclip.integrations.torch.skip import Skip, skips_by_flag
 from uniclip.integrations.torch.state import RuleState
@@ -91,11 +92,11 @@ class GradientClipping:
         if grads is None and not self._needs_params:
             grads = shards_of_gradients(params)
             spec = self.params.spec
-        if grads is None or self._averages_loss(params, loss):
+        if grads is None or self._averages_loss(params):
             return None
         step = _IN_PLACE
         if loss is not None:
-            loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            loss = whole_loss(loss.detach()) if isinstance(loss, torch.Tensor) else loss
             step = Step(loss=loss, in_place=True)
         taken = self._clipper.step_on_spine(grads, step, spec)
         if taken is None:
@@ -105,9 +106,7 @@ class GradientClipping:
             self._look_for_main_grads(params)
         self.skip.flag = None
         skipped = taken[1]
-        if skipped is False or skipped is None:
-            return False
-        return self._decide_skip(optimizer, skipped, None)
+        return skipped is not False and self._decide_skip(optimizer, skipped, None)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def clip(self, optimizer: torch.optim.Optimizer, loss: ClosureLoss) -> bool:
@@ -127,8 +126,9 @@ class GradientClipping:
             self._look_for_main_grads(params)
 
         # A process without any gradient takes part, too, or the others would wait.
-        if self._averages_loss(params, loss):
-            loss = average_loss(loss, device)
+        of_step = whole_loss(loss)
+        if self._averages_loss(params):
+            of_step = average_loss(of_step, device)
         found_inf = any_found_inf(self._flag_of(optimizer, grads), all_reduce, device)
 
         absent = sum([grad is None for grad in grads])
@@ -147,13 +147,13 @@ class GradientClipping:
         if self._needs_params or absent or all_reduce is not None:
             params_tree = self.params.tree(params)
         report = self._clipper.clip_(
-            self.params.tree(grads), params_tree, all_reduce, loss=loss, shared=self._shared
+            self.params.tree(grads), params_tree, all_reduce, loss=of_step, shared=self._shared
         )
         if not self.can_skip or report.skipped is None:
             return False
         return self._decide_skip(optimizer, report.skipped, found_inf)
 
-    def _averages_loss(self, params: list[torch.Tensor], loss: ClosureLoss) -> bool:
+    def _averages_loss(self, params: list[torch.Tensor]) -> bool:
         """Return whether all processes average their losses before the step, with a loss or
         without, since they have to decide alike.
 
@@ -161,8 +161,8 @@ class GradientClipping:
         """
         if not (self._needs_loss and several()):
             return False
-        is_alone = type(self.rule) is Rule and self._all_reduce is None
-        return not is_alone or is_dtensor(loss) or not reduced_everywhere(params)
+        sends_once = type(self.rule) is Rule and self._all_reduce is None
+        return not (sends_once and reduced_everywhere(params))
 
     def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:
         """Warn if parameters have their gradients in ``main_grad``, as those of Megatron do."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Agree with other processes that take the same step, which an optimizer does not know about.
+"""Agree with other processes that take the same step, which an optimizer does not know about, and
+refuse parameters of FSDP1 whose norm is not reduced right.
 
 How norms are reduced over processes is in `uniclip._core.collectives`.
 """
@@ -39,7 +40,7 @@ def reduced_everywhere(params: Iterable[torch.Tensor]) -> bool:
 
 
 FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param", "_unpadded_unsharded_size")
-"""What ``FullyShardedDataParallel`` sets on parameters: on all, and on those of several leaves."""
+"""Attributes that FSDP1 sets: the first on every parameter, the others on flat parameters."""
 
 
 def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, step: Step) -> None:
@@ -62,11 +63,11 @@ def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, ste
         return
 
     fsdp1 = f"{name} holds parameters of FullyShardedDataParallel (FSDP1)"
-    whole = _whole_ones(marked)
+    whole = _known_whole(marked)
     if whole and step.all_reduce is not None and step.shared is None:
         msg = (
             f"{fsdp1} that are whole in each process (NO_SHARD), so all_reduce= would count them "
-            "once for each; leave all_reduce= out if all are, or say which of them several of its "
+            "once for each; leave all_reduce= out if all are, or mark those that several of its "
             "processes hold, by shared=lambda path, leaf: ..."
         )
         raise ValueError(msg)
@@ -82,8 +83,8 @@ def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, ste
 
     # A shard, and a flat parameter, have elements of several leaves.
     flat = [tensor for tensor in marked if hasattr(tensor, "_is_flat_param")]
-    has_each = not all(isinstance(i, Rule) and i.scope == all_leaves for i in measuring)
-    if has_each and (flat or len(whole) < len(marked)):
+    has_one_norm = all(isinstance(one, Rule) and one.scope == all_leaves for one in measuring)
+    if not has_one_norm and (flat or len(whole) < len(marked)):
         msg = (
             f"{fsdp1}, which have several leaves together or parts of them, but "
             f"{summarize(rule)} has a norm for each; use FSDP2 "
@@ -93,7 +94,7 @@ def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, ste
         raise ValueError(msg)
 
 
-def _whole_ones(marked: list[torch.Tensor]) -> list[torch.Tensor]:
+def _known_whole(marked: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return those parameters of FSDP1 that are known to be whole.
 
     A flat parameter has its whole size. Those with their own shapes (``use_orig_params``) share the
@@ -144,15 +145,15 @@ def any_found_inf(
     return reduce(flag.reshape(1), "max").reshape(())
 
 
+def whole_loss(loss: Any) -> Any:
+    """Return a loss, a distributed one as a regular tensor."""
+    return loss.full_tensor() if is_dtensor(loss) else loss
+
+
 def average_loss(loss: Number | None, device: torch.device | None) -> Loss:
     """Return the mean of the losses of all processes that have one; every process takes part."""
     check_step_arguments(loss)
-
-    own: Any = loss
-    if loss is None:
-        own = 0.0
-    elif is_dtensor(loss):
-        own = own.full_tensor()
+    own: Any = 0.0 if loss is None else loss
 
     # A process without a loss adds nothing to the number of losses.
     sums = torch.full((2,), float(loss is not None), device=device)
