@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,9 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import uniclip as uc
 from kit.devices import on_torch
 from kit.spine import without_spine
-from uniclip._core import step as general
 from uniclip.integrations.torch import attach, clip_grad_norm_
-from uniclip.report import MANY_SKIPPED
 
 same = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-8, equal_nan=True)
 RULES = {
@@ -89,13 +87,6 @@ def whole(tensors: Any) -> list[torch.Tensor]:
     return [one.full_tensor() if isinstance(one, DTensor) else one.clone() for one in tensors]
 
 
-@contextmanager
-def by_numbers() -> Iterator[None]:
-    """Fail if a step decides with arrays, as the general path does."""
-    with mock.patch.object(general, "decide", side_effect=AssertionError("arrays")):
-        yield
-
-
 def spoil(grads: list[Any], value: float) -> None:
     """Overwrite the last element of a matrix, in all processes that have it."""
     leaf = grads[1]
@@ -116,8 +107,7 @@ def one_norm(layout: str, name: str) -> None:
             spoil(grads, value)
             full = whole(grads)
         in_place = step % 2 == 0
-        usual = rule.by_numbers and value is None
-        with by_numbers() if usual else nullcontext(), CommDebugMode() as sent:
+        with CommDebugMode() as sent:
             clipped, state, report = rule.update(grads, state, loss=loss, in_place=in_place)
         wanted, alone, its = rule.update(full, alone, loss=loss)
         if in_place:
@@ -267,7 +257,7 @@ def skips_as_in_one() -> None:
     handle = attach(optimizer, RULES["skip"])
 
     def skip_many() -> None:
-        for _ in range(MANY_SKIPPED):
+        for _ in range(20):
             weight.grad = distribute_tensor(torch.full((4, 3), math.nan), mesh, [Shard(0)])
             optimizer.step()
 

@@ -101,22 +101,14 @@ def _run_planned(
         clipped, decision = finished
         return StepResult(clipped, tree.spec.unflatten, decision, decision.state)
 
-    values, new_state = _decide_measured(plan, inputs, tree, measured)
-    leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
-    return StepResult(leaves, tree.spec.unflatten, values, new_state)
-
-
-def _decide_measured(
-    plan: Plan, inputs: StepInputs, tree: OpenedTree, measured: Measured
-) -> tuple[StepValues, Any]:
-    """Return what the report is made of, and the next state."""
-    rule = inputs.rule
     step_finite = None
     if rule.needs_finite:
         step_finite = _check_finite(rule, plan, tree, measured)
     if tree.wrapped:
         raise_if_limits_by_row(rule, plan, tree, inputs.constant)
-    return decide(plan, inputs, measured, step_finite)
+    values, new_state = decide(plan, inputs, measured, step_finite)
+    leaves = tree.leaves if apply is None else apply(rule, tree, plan, values.factors)
+    return StepResult(leaves, tree.spec.unflatten, values, new_state)
 
 
 def decide(

@@ -466,12 +466,13 @@ def open_leaves(
     known = BACKEND_CACHE.get(type(present[0])) if present else None
     leaf_info = None
     if known is not None:
-        local, shards = _open_shards(known, leaves, whole=whole)
-        leaf_info = known.leaf_infos.get((name, whole, _signature(known, local, shards)))
+        local, shards = (leaves, NO_SHARDS) if whole else known.open_shards(leaves)
+        signature = _signature(known, local, shards) if shards else known.signature(local)
+        leaf_info = known.leaf_infos.get((name, whole, signature))
     if leaf_info is None:
         leaves, spec = open_containers(leaves, spec, name)
         backend = backend_for(leaves, name, spec)
-        local, shards = _open_shards(backend, leaves, whole=whole)
+        local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
         candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
         backend, candidates = leaf_info.backend, leaf_info.wrapped
@@ -493,11 +494,6 @@ def open_leaves(
     if in_place:
         _raise_if_not_writable(tree, whole=whole)
     return tree
-
-
-def _open_shards(backend: Backend, leaves: list[Leaf], *, whole: bool) -> tuple[list[Leaf], Shards]:
-    """Return the local arrays of distributed leaves, unless these stay ``whole``."""
-    return (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
 
 
 def _unwrap_each(

@@ -73,7 +73,7 @@ def write_sum(leaf: DTensor, total: torch.Tensor) -> DTensor:
 def first_of(like: DTensor, total: torch.Tensor) -> torch.Tensor:
     """Return this process's addend of a sum: the first process has all of it, others zeros."""
     for dimension, placement in enumerate(like.placements):
-        is_sum = placement.is_partial("sum")
+        is_sum = placement.is_partial() and placement.reduce_op == "sum"
         if is_sum and like.device_mesh.get_local_rank(dimension):
             total = _zeros_like(total)
     return total
@@ -270,7 +270,8 @@ def open_shards(leaves: list[Any]) -> tuple[list[Any], Shards]:
 
     See `uniclip.backends.base.Backend.open_shards`. A partial tensor stays as it is.
     """
-    if not any(map(_is_distributed, set(map(type, leaves)))):
+    kinds = set(map(type, leaves))
+    if kinds <= _DENSE_CLASSES or not any(map(_is_distributed, kinds)):
         return leaves, NO_SHARDS
 
     shards = _find_shards(leaves)
