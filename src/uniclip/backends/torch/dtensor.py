@@ -43,7 +43,11 @@ SHARD_CACHE_SIZE = 4096
 
 def is_dtensor(leaf: object) -> bool:
     """Return whether a tensor is a distributed one."""
-    return _is_distributed(type(leaf))
+    if type(leaf) is torch.Tensor:
+        return False
+    # No distributed tensor exists before this module is imported.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
 
 
 def sum_partials(tensor: DTensor) -> DTensor:
@@ -270,8 +274,7 @@ def open_shards(leaves: list[Any]) -> tuple[list[Any], Shards]:
 
     See `uniclip.backends.base.Backend.open_shards`. A partial tensor stays as it is.
     """
-    kinds = set(map(type, leaves))
-    if kinds <= _DENSE_CLASSES or not any(map(_is_distributed, kinds)):
+    if set(map(type, leaves)) <= _DENSE_CLASSES or not any(map(is_dtensor, leaves)):
         return leaves, NO_SHARDS
 
     shards = _find_shards(leaves)
@@ -288,15 +291,6 @@ def open_shards(leaves: list[Any]) -> tuple[list[Any], Shards]:
     if shards.dense and not _are_dense(arrays):
         shards = shards_of(shards)
     return arrays, shards
-
-
-def _is_distributed(kind: type) -> bool:
-    """Return whether a class is that of distributed tensors."""
-    if kind is torch.Tensor:
-        return False
-    # No distributed tensor exists before this module is imported.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and issubclass(kind, module.DTensor)
 
 
 _DENSE_CLASSES = {torch.Tensor, type(None)}
