@@ -331,9 +331,9 @@ def _find_shards(leaves: list[Any]) -> Shards:
     # identity, since it takes long to hash one.
     layouts = [getattr(leaf, "_spec", None) or getattr(leaf, "dtype", None) for leaf in leaves]
     key = tuple(map(id, layouts))
-    found = _shards_by_layouts.get(key)
-    if found is not None:
-        return found[0]
+    cached = _shards_by_layouts.get(key)
+    if cached is not None:
+        return cached[0]
 
     by_leaf = {n: _shard_of(leaf) for n, leaf in enumerate(leaves) if is_dtensor(leaf)}
     dense = {leaf.dtype for leaf in leaves if leaf is not None} <= SINGLE
