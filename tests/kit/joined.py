@@ -32,6 +32,8 @@ from kit.sharded import (  # noqa: F401 - the pool calls them by name
     one_norm,
     raises,
     ranges,
+    rank,
+    same,
     skips_as_in_one,
     steps_in_backward,
     two_paths,
@@ -47,17 +49,10 @@ from uniclip.integrations.torch import (
     get_total_norm,
 )
 
-same = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-8, equal_nan=True)
-
 
 def world() -> Any:
     """Return the group of all processes."""
     return distributed.group.WORLD
-
-
-def rank() -> int:
-    """Return the rank of this process."""
-    return distributed.get_rank()
 
 
 def drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:

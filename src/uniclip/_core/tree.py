@@ -208,11 +208,11 @@ class OpenedTree(NamedTuple):
         """Return a tree of the original structure and formats, given changed arrays."""
         return self.spec.unflatten(self.restore_leaves(arrays))
 
-    def restore_leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
+    def restore_leaves(self, arrays: list[Any]) -> list[Leaf]:
         """Return leaves of the original formats, given changed arrays."""
-        leaves = list(arrays)
         if not (self.wrapped or self.shards):
-            return leaves
+            return arrays
+        leaves = list(arrays)
         for number, shard in self.shards.items():
             if number in self.wrapped:
                 continue
