@@ -6,12 +6,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
 from gpu_setup import (
     DEVICE,
     DTYPES,
+    HAS_GPU,
     Run,
     needs,
     norm_of,
@@ -60,6 +62,18 @@ IN_GRAPHS = {
 """Rules that are captured, too: past their warm-up, and with a long window."""
 WARM_UP = 3
 """How many steps run before a capture."""
+SIZES = {
+    "equal": (0.1, 0.1),
+    "tiny": (1e-30, 2e-30),
+    "huge": (1e30, 2e30),
+    "zero": (0.0, 0.0),
+    "all sizes": (1e-30, 1e30),
+}
+"""The least and the largest element: sums in float32 are in range, or are computed again."""
+ERRORS = {"float32": 5e-7, "bfloat16": 2e-6}
+LENGTHS = (1, 8_193, 2**14, 25_000_000)
+LAST_BITS = 1e-45
+"""The least positive number of float32."""
 
 
 # Numbers.
@@ -99,8 +113,33 @@ def compare(name: str, dtype: str, *, in_place: bool, triton: bool) -> None:
         )
 
 
+def accurate(name: str, dtype: str, *, triton: bool) -> None:
+    """Require a norm to be that of float64, with the same bits at any address."""
+    least, largest = SIZES[name]
+    for length in LENGTHS if HAS_GPU else LENGTHS[:-1]:
+        exponents = torch.linspace(0, 1, length, dtype=torch.float64)
+        values = least * (largest / (least or 1.0)) ** exponents
+        leaf = values.to(DTYPES[dtype])
+        norms = []
+        for offset in (0, 1, 8):
+            memory = torch.empty(length + offset, dtype=leaf.dtype, device=DEVICE)
+            with with_kernels(triton=triton):
+                report = uc.clip_([memory[offset:].copy_(leaf)], uc.by_global_norm(1e38))
+            norms.append(float(report.norms))
+        if len(set(norms)) > 1:
+            msg = f"norms of {length} elements depend on the address: {norms}"
+            raise ValueError(msg)
+        wanted = float(leaf.double().norm())
+        torch.testing.assert_close(norms[0], wanted, rtol=ERRORS[dtype], atol=LAST_BITS)
+
+
 def check_numbers(run: Run, *, triton: bool) -> None:
-    """Compare all rules in all dtypes."""
+    """Compare all rules in all dtypes, and norms of elements of all sizes."""
+    for name, dtype in product(SIZES, ERRORS):
+        run.check(
+            f"norm, {name}, {dtype}",
+            lambda: accurate(name, dtype, triton=triton),  # noqa: B023
+        )
     for dtype in TOLERANCES:
         for name in RULES:
             for in_place in (True, False):

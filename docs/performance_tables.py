@@ -54,6 +54,10 @@ def parts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
         "gpu-host": table(
             ["on a GPU", "host time in µs", "launches", "memory in MB"], on_host(gpu["rows"])
         ),
+        "gpu-without": table(
+            ["clipped, without Triton", "compared with", "GPU time in µs", "launches"],
+            without_triton(gpu["rows"]),
+        ),
         "launches": table(["kernels", "rules"], by_launches(launches)),
         "gpu-versions": gpu_versions(gpu["about"]),
         "processes-versions": f"Steps on two processes were {versions(processes['about'])}",
@@ -168,6 +172,18 @@ def on_host(rows: list[Row]) -> Iterator[list[str]]:
         cells = [before_and_after(some, (key,), form) for key, form in formats.items()]
         if set(cells) != {"-"}:
             yield [title, *cells]
+
+
+def without_triton(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the GPU times and launches of the other function and of uniclip without Triton."""
+    for row in rows:
+        if "without_triton" not in row:
+            continue
+        cells = []
+        for key in ("gpu_us", "launches"):
+            theirs, ours = (row[way][key] for way in ("native", "without_triton"))
+            cells.append(bold_if_slower(f"{theirs:,.0f} → {ours:,.0f}", theirs / ours))
+        yield [f"{row['what']}, {row['dtype']}", row["peer"], *cells]
 
 
 def by_title(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:

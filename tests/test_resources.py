@@ -332,6 +332,53 @@ def test_nothing_is_sent_again(name: str) -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtypes", [["float16"], ["bfloat16"], ["bfloat16", "float32", "float64"]])
+@pytest.mark.parametrize("name", ["by_global_norm", "skip", "zclip"])
+def test_half_precision_on_a_device(name: str, dtypes: list[str], in_place: bool) -> None:
+    """One kernel multiplies all leaves of half precision, by the float32 factor, 0-d ones too."""
+    import torch
+
+    limit = uc.by_global_norm(0.5, nonfinite="skip" if name == "skip" else "propagate")
+    rule = uc.zclip(z=0.5) if name == "zclip" else limit
+    torch.manual_seed(0)
+    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    grads = [torch.randn(n % 9, n % 3).to(kinds[n % len(kinds)]) for n in range(40)]
+    grads.append(torch.tensor(3.0, dtype=kinds[0]))
+    clipper = uc.Clipper(rule)
+    for scale in [1.0] * 30 + [10.0]:
+        given = [grad * scale for grad in grads]
+        before = [grad.clone() for grad in given]
+        # `on_torch` refuses a product that would start a kernel for each tensor.
+        with on_torch():
+            clipped = (clipper.clip_ if in_place else clipper)(given)
+    factor = float(clipper.report.factors)
+    assert factor < 0.9
+    for new, grad in zip(given if in_place else clipped, before, strict=True):
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        wanted = (grad.to(wide) * torch.tensor(factor, dtype=wide)).to(grad.dtype)
+        torch.testing.assert_close(new, wanted, rtol=0 if wide is torch.float32 else 1e-7, atol=0)
+    if not in_place:
+        torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-25, 1e-6, 1.0, 6e4, 1e25])
+def test_range_of_half_precision_on_a_device(size: float, dtype: str) -> None:
+    """Norms of half precision are right in its whole range, without Triton, too."""
+    import torch
+
+    leaf = torch.full((5_000,), min(size, 6e4) if dtype == "float16" else size)
+    leaf = leaf.to(getattr(torch, dtype))
+    wanted = float(leaf.double().norm())
+    with on_torch():
+        _, report = uc.clip([leaf], uc.by_global_norm(1.0))
+        measured = report.norms
+    assert float(measured) == pytest.approx(wanted, rel=2e-6)
+
+
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("count", [3, 300])
 def test_long_windows_in_a_graph(count: int) -> None:
     """Windows, sizes and limits of more than 256 numbers are captured, too."""

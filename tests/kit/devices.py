@@ -201,6 +201,10 @@ def elsewhere(
         yield
 
 
+PRODUCTS = {"_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_"}
+"""Products of many tensors, each by its own kernel if the dtype of a 0-d factor differs."""
+
+
 @contextmanager
 def on_torch(*, capturing: bool = False) -> Iterator[None]:
     """Let every tensor say that it is on an accelerator, where the host reads none.
@@ -224,6 +228,11 @@ def on_torch(*, capturing: bool = False) -> Iterator[None]:
             here = [tensor for tensor in given if is_on_host(tensor)]
             if name in OPERATIONS and len(here) < len(given):
                 refuse()
+            if name in PRODUCTS and func._overloadname == "Tensor":
+                is_one = args[1].dtype is args[0][0].dtype or is_on_host(args[1])
+                assert is_one, (
+                    f"{name} starts a kernel for each tensor, by a factor in {args[1].dtype}"
+                )
             made = func(*args, **(kwargs or {}))
             if not here:
                 return made

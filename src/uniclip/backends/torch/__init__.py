@@ -63,6 +63,7 @@ from uniclip.backends.torch.modes import (
     valueless,
 )
 from uniclip.backends.torch.one_norm import (
+    ACCELERATORS,
     LONG,
     SINGLE,
     are_separate_blocks,
@@ -70,6 +71,7 @@ from uniclip.backends.torch.one_norm import (
     clip_at_once,
     in_memory_order,
     move,
+    multiply_group,
     norm_of,
     one_norm,
     scale_all,
@@ -230,10 +232,7 @@ def _multiply_groups(
         if zero:
             group = _zero_by_factor(group, factor, in_place=in_place)
             writes = True
-        if writes:
-            torch._foreach_mul_(group, factor)
-        else:
-            group = list(torch._foreach_mul(group, factor))
+        group = _multiply_by(group, factor, in_place=writes)
 
         # 0-d products get the dtype of a wider factor.
         for number, product in zip(numbers, group, strict=True):
@@ -243,14 +242,26 @@ def _multiply_groups(
 
 
 def _factor_for(array: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return a factor on the device of an array, and in its dtype if that is wider.
-
-    A 0-d factor of another dtype takes a launch for each array.
-    """
+    """Return a factor on the device of an array, in the dtype in which PyTorch multiplies."""
     dtype = factor.dtype
-    if torch.promote_types(array.dtype, dtype) is array.dtype:
+    if array.dtype in _HALVES:
+        dtype = torch.float32
+    elif array.dtype in FLOATS:
         dtype = array.dtype
     return factor.to(array.device, dtype, non_blocking=True)
+
+
+def _multiply_by(
+    group: list[torch.Tensor], factor: torch.Tensor | list[torch.Tensor], *, in_place: bool
+) -> list[torch.Tensor]:
+    """Return the products of arrays of one dtype and device by a factor, or by one for each."""
+    is_one = isinstance(factor, torch.Tensor) and factor.ndim == 0
+    if is_one and group[0].device.type in ACCELERATORS and _REGULAR.issuperset(map(type, group)):
+        return multiply_group(group, factor, in_place=in_place)
+    if in_place:
+        torch._foreach_mul_(group, factor)
+        return group
+    return list(torch._foreach_mul(group, factor))
 
 
 def _zero_by_factor(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Decide on which devices the Triton kernels of `uniclip.backends.torch.triton` run.
 
-Callers use PyTorch's own functions if `kernels_on` returns ``None``. Triton is imported at the
-first use on an accelerator, so never on a CPU.
+Callers use PyTorch's own functions if `kernels_on` returns ``None``, and a user with an NVIDIA GPU
+is told why, once. Triton is imported at the first use on an accelerator, so never on a CPU.
 
 The environment variable ``UNICLIP_TRITON`` is read at each step. ``0`` turns the kernels off.
 ``1`` also allows what is not tested: AMD and Intel GPUs, other versions of Triton, and Triton's
@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import warnings
+from functools import cache
 from types import ModuleType
 from typing import TypeAlias
 
@@ -27,10 +28,20 @@ _Decision: TypeAlias = ModuleType | None
 """The module of kernels, ``None`` for PyTorch's own functions."""
 
 _LOG = logging.getLogger("uniclip")
-_MINIMUM_CAPABILITY = (7, 0)
-"""Volta: the oldest NVIDIA GPUs for which Triton compiles."""
 _VERSIONS = {(3, 3), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)}
 """Versions of Triton that ``tox -e triton`` compiles all kernels with. PyTorch 2.7 brings 3.3."""
+_VOLTA, _HOPPER = (7, 0), (9, 0)
+"""The compute capabilities from which, and up to which, all of them compile the kernels."""
+_FIRST_VERSIONS = {
+    (10, 0): (3, 3),
+    (10, 3): (3, 6),
+    (11, 0): (3, 7),
+    (12, 0): (3, 3),
+    (12, 1): (3, 6),
+}
+"""The first version for each newer GPU. An older one may end the process instead of raising an
+error, and so may any version for a GPU that is not in this table.
+"""
 _DEVICE_TYPES = {"cuda", "xpu"}
 """Devices with float64 whose memory has addresses. PyTorch calls AMD's "cuda", too."""
 _ERROR_LENGTH = 200
@@ -93,30 +104,74 @@ def _load(device: torch.device, *, allow_untested: bool) -> _Decision:
     """Return the module of kernels if a device and the installed Triton are supported."""
     if device in _failures or not _is_supported(device, allow_untested=allow_untested):
         return None
-
-    # Triton and TensorFlow bring an LLVM each. Loading the second one can end the process.
-    if "tensorflow" in sys.modules and "triton" not in sys.modules:
-        _LOG.warning(
-            "uniclip does not load Triton beside TensorFlow, which can end the process, and "
-            "PyTorch's own functions take longer to clip gradients on %s; import TensorFlow in "
-            "another process",
-            device,
-        )
-        return None
-
-    if importlib.util.find_spec("triton") is None:
-        return None
     try:
-        version = importlib.import_module("triton").__version__
-        is_tested = tuple(map(int, version.split(".")[:2])) in _VERSIONS
-        if not is_tested and not allow_untested:
-            _LOG.info("uniclip uses PyTorch's own functions: Triton %s is not tested", version)
-            return None
-        return importlib.import_module("uniclip.backends.torch.triton")
+        obstacle = _find_obstacle(device, allow_untested=allow_untested)
+        if obstacle is None:
+            return importlib.import_module("uniclip.backends.torch.triton")
     except (ImportError, OSError) as error:
         # An installation can be broken, as by a missing library.
         give_up(device, error)
         return None
+    _tell_once(obstacle)
+    return None
+
+
+@cache
+def _tell_once(obstacle: str) -> None:
+    """Log why the kernels are not used, once for all devices."""
+    _LOG.warning(
+        "uniclip's Triton kernels are not used, and PyTorch's own functions take longer to clip "
+        "gradients on a GPU: %s; UNICLIP_TRITON=0 turns this message off",
+        obstacle,
+    )
+
+
+def _find_obstacle(device: torch.device, *, allow_untested: bool) -> str | None:
+    """Return why Triton cannot be used on a device, and what to change; ``None`` if it can."""
+    # Triton and TensorFlow bring an LLVM each. Loading the second one can end the process.
+    if "tensorflow" in sys.modules and "triton" not in sys.modules:
+        return (
+            "Triton is not loaded beside TensorFlow, which can end the process; import TensorFlow "
+            "in another process"
+        )
+    tested = f"{_dotted(min(_VERSIONS))} to {_dotted(max(_VERSIONS))}"
+    if importlib.util.find_spec("triton") is None:
+        return f"Triton is not installed; install a version from {tested}"
+    version: str = importlib.import_module("triton").__version__
+    if allow_untested:
+        return None
+
+    numbers = tuple(map(int, version.split(".")[:2]))
+    if numbers not in _VERSIONS:
+        return (
+            f"Triton {version} is not tested; install a version from {tested}, or set "
+            "UNICLIP_TRITON=1 to use it anyway"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    first = first_version(capability)
+    if first is None:
+        return (
+            f"GPUs of compute capability {_dotted(capability)} are not tested; set "
+            "UNICLIP_TRITON=1 to use the kernels anyway"
+        )
+    if numbers < first:
+        return (
+            f"Triton {version} is too old for GPUs of compute capability {_dotted(capability)}; "
+            f"install a version of PyTorch with Triton {_dotted(first)} or later"
+        )
+    return None
+
+
+def first_version(capability: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the first version of Triton for an NVIDIA GPU, ``None`` if none is tested."""
+    if _VOLTA <= capability <= _HOPPER:
+        return min(_VERSIONS)
+    return _FIRST_VERSIONS.get(capability)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    """Return a version as it is written."""
+    return ".".join(map(str, version))
 
 
 def _is_supported(device: torch.device, *, allow_untested: bool) -> bool:
@@ -128,6 +183,4 @@ def _is_supported(device: torch.device, *, allow_untested: bool) -> bool:
         return False
 
     # Only NVIDIA's GPUs are tested.
-    if device.type == "cuda" and torch.version.hip is None:
-        return bool(torch.cuda.get_device_capability(device) >= _MINIMUM_CAPABILITY)
-    return allow_untested
+    return allow_untested or (device.type == "cuda" and torch.version.hip is None)

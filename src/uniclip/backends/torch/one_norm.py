@@ -7,8 +7,8 @@ gradient may be replaced.
 
 On the CPU the host reads the norm, and writes nothing within the limit. On an accelerator, where
 the host would have to wait, it reads nothing. Three kernels of `uniclip.backends.torch.triton` run,
-and the last one writes nothing within the limit. Without Triton, eight of PyTorch's kernels run,
-and one more for each tensor of half precision.
+and the last one writes nothing within the limit. Without Triton, eight of PyTorch's kernels run for
+gradients of one dtype, some of them once for each hundred tensors.
 """
 
 from __future__ import annotations
@@ -126,25 +126,18 @@ def clip_at_once(
         return arrays if in_place else new, norm, factor
 
     groups = list(by_dtype(arrays).values())
-    # 0-d products would have the dtype of the factor.
-    if not in_place:
-        if len(groups) > 1:
-            return None
-        if arrays[0].dtype is not _FLOAT32 and not all([array.ndim for array in arrays]):
-            return None
-
+    if len(groups) > 1 and not in_place:
+        return None
     norm, factor = _norm_and_factor(groups, limit)
-    if not in_place:
-        return list(torch._foreach_mul(arrays, factor)), norm, factor
-    for group in groups:
-        torch._foreach_mul_(group, factor)
-    return arrays, norm, factor
+    products = [multiply_group(group, factor, in_place=in_place) for group in groups]
+    return arrays if in_place else products[0], norm, factor
 
 
 def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, Tensor]:
     """Return the joint norm of tensors on an accelerator, and the factor, both 0-d and float32."""
     norms: list[Tensor] = []
     for group in groups:
+        # In float32 squares may be out of range, which only the host could see in time.
         norms += torch._foreach_norm(group, 2, dtype=_FLOAT64)
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
@@ -155,6 +148,26 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
     # `clamp` hides an infinite norm; the factor has to be NaN if the norm is not finite.
     factor = torch.add(ratio, norm, alpha=0)
     return norm, factor
+
+
+def multiply_group(group: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Tensor]:
+    """Return tensors of one dtype on an accelerator, multiplied by a 0-d factor, in few launches.
+
+    The factor of half precision is float32, that of others has their dtype.
+    """
+    if group[0].dtype not in _HALVES:
+        if in_place:
+            torch._foreach_mul_(group, factor)
+            return group
+        return list(torch._foreach_mul(group, factor))
+
+    # For a factor of another dtype PyTorch starts a kernel for each tensor, and a factor of half
+    # precision would be wrong by up to 0.4 %. The product of its GradScaler takes a float32 factor.
+    if not in_place:
+        group = list(torch._foreach_mul(group, 1.0))
+    is_any_bad = factor.new_empty(())
+    torch._amp_foreach_non_finite_check_and_unscale_(group, is_any_bad, factor)
+    return group
 
 
 def by_dtype(arrays: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -9,9 +9,10 @@ an array of the tensors' addresses. A kernel reads its row, follows the address,
 Read it in this order:
 
 1. **Kernels.** Sums of squares (of chunks of tensors, of short rows), norm and factor, products,
-   bounds. Sums are float64 and in a fixed order: no square is out of range, and the same input has
-   the same bits. Nothing is written where nothing changes: a product by 1 in place returns before
-   it reads its tensor.
+   bounds. Many GPUs have 64 times as many units for float32 as for float64, so a few hundred
+   squares are added in float32, and only such sums in float64; squares out of range are computed
+   again. The order is fixed: the same input has the same bits. Nothing is written where nothing
+   changes: a product by 1 in place returns before it reads its tensor.
 2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory.
    Both are sent to the device without a wait, and cached.
 3. **Launches.** All kernels that write are compiled before the first one starts, so that a kernel
@@ -119,17 +120,34 @@ def _times_16(number):
 
 
 @triton.jit
-def _sum_chunk(chunk, length, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float64)
+def _scale_of(total):
+    # Squares in float32 overflow for numbers above 2⁶⁴, and lose bits below 2⁻⁶³. A sum that may
+    # have such squares is computed again, from numbers times a power of two, which is exact.
+    # Exponents are compared as integers, for which no GPU has few units.
+    exponent = (total.to(tl.int64, bitcast=True) >> 52) - 1023
+    return tl.where(exponent < -80, 2.0**96, tl.where(exponent > 110, 2.0**-96, 1.0))
+
+
+@triton.jit
+def _unscaled(total, scale):
+    # By a power of two, which is exact. A division would take thirty instructions for float64.
+    return total * tl.where(scale > 1, 2.0**-192, 2.0**192)
+
+
+@triton.jit
+def _sum_chunk(chunk, length, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    wide: tl.constexpr = tl.float64 if chunk.dtype.element_ty == tl.float64 else tl.float32
+    squares = tl.zeros((BLOCK,), wide)
     for first in range(0, CHUNK, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        if FULL:
-            x = tl.load(chunk + at)
-        else:
-            x = tl.load(chunk + at, mask=at < length, other=0.0)
-        wide = x.to(tl.float64)
-        total += wide * wide
-    return tl.sum(total, 0)
+        x = tl.load(chunk + at, mask=at < length, other=0.0).to(wide) * scale
+        squares += x * x
+
+    # Squares of float32 numbers are added in float32 four at a time, and then by warps of threads:
+    # none is rounded more than 12 times, so a norm of any numbers is accurate to 5e-7.
+    group: tl.constexpr = 128 if chunk.dtype.element_ty == tl.float32 else BLOCK
+    sums = tl.sum(tl.reshape(squares, (BLOCK // group, group)), 1)
+    return tl.sum(sums.to(tl.float64), 0)
 
 
 @triton.jit(do_not_specialize=["table", "addresses", "partial_sums"])
@@ -141,25 +159,35 @@ def sum_chunks(
     start = tl.load(row + START)
     length = tl.load(row + STOP) - start
     address = tl.load(addresses + tl.load(row + LEAF))
+    chunk = address.to(tl.pointer_type(DTYPE)) + start
 
-    if (length == CHUNK) & ((address | start) % 16 == 0):
-        chunk = _aligned(address, DTYPE) + _times_16(start)
-        total = _sum_chunk(chunk, length, True, CHUNK, BLOCK)
+    if (address | start | length) % 16 == 0:
+        aligned = _aligned(address, DTYPE) + _times_16(start)
+        total = _sum_chunk(aligned, _times_16(length), 1.0, CHUNK, BLOCK)
     else:
-        chunk = address.to(tl.pointer_type(DTYPE)) + start
-        total = _sum_chunk(chunk, length, False, CHUNK, BLOCK)
+        total = _sum_chunk(chunk, length, 1.0, CHUNK, BLOCK)
+    if DTYPE == tl.float32 or DTYPE == tl.bfloat16:  # noqa: PLR1714, SIM300
+        scale = _scale_of(total)
+        if scale != 1:
+            total = _unscaled(_sum_chunk(chunk, length, scale, CHUNK, BLOCK), scale)
     tl.store(partial_sums + tl.load(row + SUM), total)
 
 
 @triton.jit
-def _sum_rows(leaf, rows, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    total = tl.zeros((ROWS, COLUMNS), tl.float64)
-    for first in range(0, width, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        inside = (rows[:, None] < height) & (columns[None, :] < width)
-        x = tl.load(leaf + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
-        wide = x.to(tl.float64)
-        total += wide * wide
+def _sum_rows(leaf, rows, height, width, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    wide: tl.constexpr = tl.float64 if leaf.dtype.element_ty == tl.float64 else tl.float32
+    group: tl.constexpr = 128 if leaf.dtype.element_ty == tl.float32 else COLUMNS
+    total = tl.zeros((ROWS, COLUMNS // group), tl.float64)
+    for start in range(0, width, 4 * COLUMNS):
+        squares = tl.zeros((ROWS, COLUMNS), wide)
+        for first in range(start, tl.minimum(start + 4 * COLUMNS, width), COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            inside = (rows[:, None] < height) & (columns[None, :] < width)
+            x = tl.load(leaf + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+            x = x.to(wide) * scale
+            squares += x * x
+        sums = tl.sum(tl.reshape(squares, (ROWS, COLUMNS // group, group)), 2)
+        total += sums.to(tl.float64)
     return tl.sum(total, 1)
 
 
@@ -170,23 +198,29 @@ def sum_rows(
     """Store the sums of squares of some short rows."""
     tile = _row_of_program(table, COLUMNS_OF_TABLE)
     height = tl.load(tile + HEIGHT)
-    width = tl.load(tile + WIDTH)
+    width = tl.load(tile + WIDTH).to(tl.int32)
     rows = tl.load(tile + FIRST_ROW) + tl.arange(0, ROWS)
     address = tl.load(addresses + tl.load(tile + LEAF))
+    leaf = address.to(tl.pointer_type(DTYPE))
 
     if (address | width) % 16 == 0:
-        leaf = _aligned(address, DTYPE)
-        total = _sum_rows(leaf, rows, height, _times_16(width), ROWS, COLUMNS)
+        aligned = _aligned(address, DTYPE)
+        total = _sum_rows(aligned, rows, height, _times_16(width), 1.0, ROWS, COLUMNS)
     else:
-        leaf = address.to(tl.pointer_type(DTYPE))
-        total = _sum_rows(leaf, rows, height, width, ROWS, COLUMNS)
+        total = _sum_rows(leaf, rows, height, width, 1.0, ROWS, COLUMNS)
+    if DTYPE == tl.float32 or DTYPE == tl.bfloat16:  # noqa: PLR1714, SIM300
+        scale = tl.where(rows < height, _scale_of(total), 1.0)
+        if tl.max((scale != 1).to(tl.int32), 0) > 0:
+            scaled = _sum_rows(leaf, rows, height, width, scale[:, None], ROWS, COLUMNS)
+            total = tl.where(scale == 1, scaled, _unscaled(scaled, scale))
     tl.store(sums + tl.load(tile + FIRST_NORM) + rows, total, mask=rows < height)
 
 
 @triton.jit
 def _add_up(partial_sums, first, last, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(first, last, BLOCK):
+    at = first + tl.arange(0, BLOCK)
+    total = tl.load(partial_sums + at, mask=at < last, other=0.0)
+    for start in range(first + BLOCK, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(partial_sums + at, mask=at < last, other=0.0)
     return tl.sum(total, 0)
@@ -251,33 +285,31 @@ def _multiply(x, factor, ZERO: tl.constexpr):
 
 @triton.jit
 def _scale_chunk(
-    chunk, out, length, factor, ZERO: tl.constexpr, FULL: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    chunk, out, length, factor, ZERO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     for first in range(0, CHUNK, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        if FULL:
-            x = tl.load(chunk + at).to(factor.dtype)
-            tl.store(out + at, _multiply(x, factor, ZERO).to(out.dtype.element_ty))
-        else:
-            x = tl.load(chunk + at, mask=at < length, other=0.0).to(factor.dtype)
-            new = _multiply(x, factor, ZERO).to(out.dtype.element_ty)
-            tl.store(out + at, new, mask=at < length)
+        x = tl.load(chunk + at, mask=at < length, other=0.0).to(factor.dtype)
+        new = _multiply(x, factor, ZERO).to(out.dtype.element_ty)
+        tl.store(out + at, new, mask=at < length)
 
 
 @triton.jit(do_not_specialize=["table", "addresses", "to_outputs", "factors"])
 def scale_chunks(
     table, addresses, to_outputs, factors, DTYPE: tl.constexpr, ZERO: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    ONE_NORM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply chunks by the factors of their norms.
 
     The address of an output is ``to_outputs`` behind that of its tensor; 0 stands for in place.
     """
     row = _row_of_program(table, COLUMNS_OF_TABLE)
+    # Within the limit, programs do nothing but wait for the number of their norm, and then for its
+    # factor. One norm has number 0.
+    norm = 0 if ONE_NORM else tl.load(row + NORM)
     # Products of numbers up to float32 are computed in float32.
     wide: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32  # noqa: SIM300
-    factor = tl.load(factors + tl.load(row + NORM)).to(wide)
+    factor = tl.load(factors + norm).to(wide)
     # NaN is not 1.
     if (factor != 1) | (to_outputs > 0):
         start = tl.load(row + START)
@@ -286,14 +318,14 @@ def scale_chunks(
         address = tl.load(addresses + leaf)
         out_address = tl.load(addresses + to_outputs + leaf)
 
-        if (length == CHUNK) & ((address | out_address | start) % 16 == 0):
+        if (address | out_address | start | length) % 16 == 0:
             chunk = _aligned(address, DTYPE) + _times_16(start)
             out = _aligned(out_address, DTYPE) + _times_16(start)
-            _scale_chunk(chunk, out, length, factor, ZERO, True, CHUNK, BLOCK)
+            _scale_chunk(chunk, out, _times_16(length), factor, ZERO, CHUNK, BLOCK)
         else:
             chunk = address.to(tl.pointer_type(DTYPE)) + start
             out = out_address.to(tl.pointer_type(DTYPE)) + start
-            _scale_chunk(chunk, out, length, factor, ZERO, False, CHUNK, BLOCK)
+            _scale_chunk(chunk, out, length, factor, ZERO, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -325,7 +357,7 @@ def scale_rows(
     changed = tl.max((factor != 1).to(tl.int32), 0)
     if (changed > 0) | (to_outputs > 0):
         leaf_number = tl.load(tile + LEAF)
-        width = tl.load(tile + WIDTH)
+        width = tl.load(tile + WIDTH).to(tl.int32)
         address = tl.load(addresses + leaf_number)
         out_address = tl.load(addresses + to_outputs + leaf_number)
 
@@ -341,38 +373,27 @@ def scale_rows(
 
 
 @triton.jit
-def _count_outside(
-    chunk, length, low, high, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _count_outside(chunk, length, low, high, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     outside = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, CHUNK, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        if FULL:
-            x = tl.load(chunk + at).to(tl.float32)
-            outside += ((x < low) | (x > high)).to(tl.int32)
-        else:
-            inside = at < length
-            x = tl.load(chunk + at, mask=inside, other=0.0).to(tl.float32)
-            outside += (inside & ((x < low) | (x > high))).to(tl.int32)
+        x = tl.load(chunk + at, mask=at < length, other=0.0).to(tl.float32)
+        outside += ((at < length) & ((x < low) | (x > high))).to(tl.int32)
     return tl.sum(outside, 0)
 
 
 @triton.jit
-def _bound_chunk(
-    chunk, out, length, low, high, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
-    for first in range(0, CHUNK, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        if FULL:
-            x = tl.load(chunk + at).to(tl.float32)
+def _bound_chunk(chunk, out, length, in_place, low, high, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    write = True
+    if in_place:
+        write = _count_outside(chunk, length, low, high, CHUNK, BLOCK) > 0
+    if write:
+        for first in range(0, CHUNK, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            x = tl.load(chunk + at, mask=at < length, other=0.0).to(tl.float32)
             # NaN is neither below nor above.
             new = tl.where(x < low, low, tl.where(x > high, high, x))
-            tl.store(out + at, new.to(out.dtype.element_ty))
-        else:
-            inside = at < length
-            x = tl.load(chunk + at, mask=inside, other=0.0).to(tl.float32)
-            new = tl.where(x < low, low, tl.where(x > high, high, x))
-            tl.store(out + at, new.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + at, new.to(out.dtype.element_ty), mask=at < length)
 
 
 @triton.jit(do_not_specialize=["table", "addresses", "to_outputs", "low", "high"])
@@ -392,22 +413,14 @@ def bound_chunks(
     address = tl.load(addresses + leaf)
     out_address = tl.load(addresses + to_outputs + leaf)
 
-    if (length == CHUNK) & ((address | out_address | start) % 16 == 0):
+    if (address | out_address | start | length) % 16 == 0:
         chunk = _aligned(address, DTYPE) + _times_16(start)
         out = _aligned(out_address, DTYPE) + _times_16(start)
-        write = to_outputs > 0
-        if to_outputs == 0:
-            write = _count_outside(chunk, length, low, high, True, CHUNK, BLOCK) > 0
-        if write:
-            _bound_chunk(chunk, out, length, low, high, True, CHUNK, BLOCK)
+        _bound_chunk(chunk, out, _times_16(length), to_outputs == 0, low, high, CHUNK, BLOCK)
     else:
         chunk = address.to(tl.pointer_type(DTYPE)) + start
         out = out_address.to(tl.pointer_type(DTYPE)) + start
-        write = to_outputs > 0
-        if to_outputs == 0:
-            write = _count_outside(chunk, length, low, high, False, CHUNK, BLOCK) > 0
-        if write:
-            _bound_chunk(chunk, out, length, low, high, False, CHUNK, BLOCK)
+        _bound_chunk(chunk, out, length, to_outputs == 0, low, high, CHUNK, BLOCK)
 
 
 INTERPRETED = not isinstance(sum_chunks, triton.runtime.JITFunction)
@@ -804,9 +817,12 @@ def _sum_launches(work: Work, addresses: torch.Tensor, partial_sums: torch.Tenso
     return _launches(sum_chunks, work.chunks, (addresses, partial_sums), SUM_PARAMETERS)
 
 
-def _scale_launches(work: Work, arguments: tuple[Any, ...], *, zero: bool) -> list[Launch]:
+def _scale_launches(
+    work: Work, arguments: tuple[Any, ...], *, zero: bool, one_norm: bool = False
+) -> list[Launch]:
     """Return the launches that multiply chunks and tiles."""
-    chunks = _launches(scale_chunks, work.chunks, arguments, {"ZERO": zero, **SCALE_PARAMETERS})
+    of_chunks = {"ZERO": zero, "ONE_NORM": one_norm, **SCALE_PARAMETERS}
+    chunks = _launches(scale_chunks, work.chunks, arguments, of_chunks)
     tiles = _launches(scale_rows, work.tiles, arguments, {"ZERO": zero, **ROWS_PARAMETERS})
     return chunks + tiles
 
@@ -842,11 +858,12 @@ def clip(
 
     def launches(work: Work, addresses: torch.Tensor, to_outputs: int) -> list[Launch]:
         partial_sums = batch.new(work.sum_count, torch.float64)
-        arguments = (partial_sums, work.sum_count, limit, factor_and_norm)
+        of_factor = (partial_sums, work.sum_count, limit, factor_and_norm)
+        of_products = (addresses, to_outputs, factor_and_norm)
         return [
             *_sum_launches(work, addresses, partial_sums),
-            Launch(find_factor, 1, arguments, NORM_PARAMETERS),
-            *_scale_launches(work, (addresses, to_outputs, factor_and_norm), zero=False),
+            Launch(find_factor, 1, of_factor, NORM_PARAMETERS),
+            *_scale_launches(work, of_products, zero=False, one_norm=True),
         ]
 
     rows = Rows(_lengths(arrays))
@@ -946,8 +963,9 @@ def _root_launches(
     batch: Batch, work: Work, addresses: torch.Tensor, out: torch.Tensor, count: int
 ) -> list[Launch]:
     """Return the launches that write norms into a vector, as `find_norms` does."""
-    # Without tiles, the kernel that adds partial sums takes the root, too.
-    if not work.tiles:
+    # The kernel that adds partial sums takes the root, too, in each thread of its program. A root
+    # in one thread takes less time, so sums that are complete have it.
+    if not (work.tiles or work.one_chunk_each):
         partial_sums = batch.new(work.sum_count, torch.float64)
         launches = _sum_launches(work, addresses, partial_sums)
         arguments = (work.norms, partial_sums, out, count)
