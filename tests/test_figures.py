@@ -148,6 +148,16 @@ def tritons_of_tox() -> list[str]:
     return re.findall(r"triton==(\d+\.\d+)\.\*", read("tox.ini"))
 
 
+def first_triton_of(gpus: str) -> str:
+    """Return the first version of Triton for the compute capabilities that a row names."""
+    firsts = set()
+    for major, minor in re.findall(r"(\d+)\.(\d)", gpus):
+        row = rf"\({major}, {minor}\): \((\d+, \d+)\)"
+        firsts.add(found("src/uniclip/backends/torch/kernels.py", row).replace(", ", "."))
+    (first,) = firsts
+    return first
+
+
 def tritons_of_kernels() -> list[str]:
     """Return the versions of Triton that run the kernels."""
     versions = found("src/uniclip/backends/torch/kernels.py", r" _VERSIONS = \{([^}]*)\}")
@@ -501,6 +511,10 @@ VERSIONS = [
             *(tritons_of_tox()[end] for end in (0, -1)),
         ],
     ),
+    *[
+        Stated("docs/versions.md", f"{gpus} | {{}} |", lambda gpus=gpus: [first_triton_of(gpus)])
+        for gpus in ("| B300, DGX Spark | 10.3, 12.1", "RTX 50 | 10.0, 12.0", "| Thor | 11.0")
+    ],
     Stated(
         "docs/versions.md",
         "| {} to {} | yes | the graph",
@@ -601,7 +615,7 @@ MEASURED = [
         "docs/use-it-with-pytorch.md",
         "compute capability {} or more",
         lambda: [
-            found("src/uniclip/backends/torch/kernels.py", r" _MINIMUM_CAPABILITY = \((\d+), 0\)")
+            found("src/uniclip/backends/torch/kernels.py", r" _VOLTA, _HOPPER = \((\d+), 0\)")
         ],
     ),
     Stated("docs/performance.md", "within the limit takes {} of PyTorch's time", within_on_gpu),

@@ -644,7 +644,7 @@ for index in range(3):
         leaf = torch.full((8,), 3.0)
         uc.clip_([leaf], uc.by_global_norm(1.0))
     assert abs(float(leaf.norm()) - 1) < 1e-6
-assert "uniclip.backends.torch.triton" not in sys.modules
+assert not [name for name in sys.modules if name.endswith("torch.triton")]
 """
     )
     assert out.count("uniclip's Triton kernels are not used") == 1
