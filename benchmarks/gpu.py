@@ -8,19 +8,17 @@ writes the times to ``docs/speed-gpu.json``, from which the tables of the docume
 On a machine without a GPU, it checks the numbers in Triton's interpreter, measures small trees,
 writes a file only if ``--out`` names one, and says what is left out.
 
-Two versions of the code are compared by running it in the checkout of each, one after the other,
-with ``--out``. Only a GPU can price these, since everything else about them is known:
+To compare two versions of the code, run the checkout of each, one after the other, with ``--out``.
+These changes need such a comparison, since what they do on a GPU isn't known:
 
-- *Code that could go.* Roots taken after the sums instead of by kernels for norms: four launches
-  more for rules beside the usual one. No vector of all norms: 50 launches for `agc` instead of 13.
-  `by_value` by PyTorch's clamps: the host's time for the GPU's. Each of the three is worth about a
-  thousand nodes, and was last tried on 0.4.0.
-- *Parameters of kernels.* `sum_rows` with 8 warps, or 128 columns in float32; chunks of 32,768 in
-  half precision; `find_factor` with a block of 4,096 and 4 warps, for GPUs with few units for
-  float64; products that take the chunks in reverse order, since the sums have left the last ones in
-  the cache.
-- *Products within the limit*, which only read a factor: a few thousand programs, each for many
-  chunks, would be one wave of programs instead of ten.
+- Less code: roots after the sums instead of kernels for norms (four launches more for rules other
+  than the global norm); an operation for each shape of norms in `agc` (about 50 launches instead of
+  13); `by_value` by PyTorch's own clamps (less time of the host, more of the GPU).
+- Other parameters of kernels: `sum_rows` with 8 warps, or with 128 columns in float32; chunks of
+  32,768 elements in half precision; `find_factor` with blocks of 4,096 and 4 warps.
+- Products that take the chunks in reverse order, since the sums leave the last ones in the cache.
+- Products within the limit by a few thousand programs, each for many chunks.
+- Chunks of zeros, as in gradients of embeddings, which are read twice.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pytest
 
 import uniclip as uc
 from kit import rules
-from kit.devices import DEVICES, SENT, on_torch, patched
+from kit.devices import DEVICES, SENT, elsewhere, on_torch, patched
 from kit.frameworks import EAGER, Framework
 from kit.trees import leaves, mapped, walk
 
@@ -336,7 +336,7 @@ def test_nothing_is_sent_again(name: str) -> None:
 @pytest.mark.parametrize("dtypes", [["float16"], ["bfloat16"], ["bfloat16", "float32", "float64"]])
 @pytest.mark.parametrize("name", ["by_global_norm", "skip", "zclip"])
 def test_half_precision_on_a_device(name: str, dtypes: list[str], in_place: bool) -> None:
-    """One kernel multiplies all leaves of half precision, by the float32 factor, 0-d ones too."""
+    """No kernel is started for a single leaf of half precision, and the factor is float32."""
     import torch
 
     limit = uc.by_global_norm(0.5, nonfinite="skip" if name == "skip" else "propagate")
@@ -360,6 +360,25 @@ def test_half_precision_on_a_device(name: str, dtypes: list[str], in_place: bool
         torch.testing.assert_close(new, wanted, rtol=0 if wide is torch.float32 else 1e-7, atol=0)
     if not in_place:
         torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(1.0)], ids=["global", "norm"])
+def test_autograd_sees_what_is_written(
+    monkeypatch: pytest.MonkeyPatch, rule: uc.Rule, dtype: str
+) -> None:
+    """A tensor that autograd has saved cannot be changed unseen on an accelerator."""
+    import torch
+
+    monkeypatch.setenv("UNICLIP_TRITON", "0")
+    weight = torch.ones(5, requires_grad=True)
+    grad = torch.full((5,), 3.0, dtype=getattr(torch, dtype))
+    loss = (weight * grad).sum()
+    with elsewhere():
+        uc.clip_([grad], rule)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.needs("torch")

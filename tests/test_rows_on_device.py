@@ -21,6 +21,20 @@ class Halves(uc.Limit):
         return norms / 2, state
 
 
+def test_a_leaf_without_rows() -> None:
+    """A leaf without rows, beside a vector with one norm, is clipped on a device as on the CPU."""
+    import torch
+
+    grads = [torch.ones(0, 5), torch.ones(300)]
+    rule = uc.Rule(0.1, scope=uc.scopes.unit(0))
+    expected, _ = uc.clip(grads, rule)
+    with on_torch():
+        clipped, report = uc.clip(grads, rule)
+        shapes = [tuple(norm.shape) for norm in report.norms]
+    torch.testing.assert_close(clipped, expected)
+    assert shapes == [tuple(norm.shape) for norm in uc.clip(grads, rule)[1].norms]
+
+
 @pytest.mark.parametrize(
     "rule",
     [

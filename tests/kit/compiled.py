@@ -38,6 +38,8 @@ TYPES = {
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 UNREADABLE = {((3, 6), 103), ((3, 6), 121)}
 """GPUs that a version of Triton compiles for, but whose machine code its disassembler refuses."""
+VOLTA = 70
+"""The oldest GPUs. Some versions keep a register in memory there, or cannot read the code."""
 FLOAT64 = re.compile(r"\b(D(ADD|MUL|FMA|SETP|MNMX)|[FI]2[FI]\S*F64\S*|MUFU\.\w*64H)\b")
 """Instructions of the units for float64, of which many GPUs have few: arithmetic, conversions."""
 SPILL = re.compile(r"\b(STL|LDL)\b")
@@ -82,6 +84,11 @@ class Code(NamedTuple):
     """``None`` if Triton cannot read it."""
 
 
+def has_costs(capability: int) -> bool:
+    """Return whether the machine code for a compute capability is checked."""
+    return capability != VOLTA and (VERSION, capability) not in UNREADABLE
+
+
 def compiled(kernel: Any, capability: int, parameters: dict[str, Any], **types: Any) -> Code:
     """Return the code of a kernel for GPUs of a compute capability."""
     constants = {key: value for key, value in parameters.items() if key != "num_warps"}
@@ -95,7 +102,7 @@ def compiled(kernel: Any, capability: int, parameters: dict[str, Any], **types: 
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": parameters["num_warps"]},
     )
-    sass = None if (VERSION, capability) in UNREADABLE else str(made.asm["sass"])
+    sass = str(made.asm["sass"]) if has_costs(capability) else None
     code = Code(kernel.fn.__name__, str(made.asm["ttgir"]), str(made.asm["ptx"]), sass)
     # A page of the documentation names a kernel as profilers show it.
     assert f".entry {code.name}(" in code.ptx
@@ -124,9 +131,9 @@ def check_vectors(
 
 
 def check_order(code: Code) -> None:
-    """Require that all loads of elements give a thread the same ones, aligned or not.
+    """Require one layout for all loads of elements.
 
-    Each layout would have its own order of additions, so bits would depend on the alignment.
+    With two layouts, sums would be added in two orders: bits would depend on the alignment.
     """
     loads = re.findall(r"tt\.load .* : tensor<\w+x!tt\.ptr<\w+>, (#\w+)>", code.ttgir)
     assert len(loads) > 1, code.name
@@ -159,7 +166,7 @@ def check_changes(
     """Compile and check a kernel that writes tensors."""
     code = compiled(kernel, capability, parameters, **types)
     check_vectors(code, dtype, parameters, reads=2 if code.name == "bound_chunks" else 1)
-    # Factors in float64 are converted, up to eight rows' by each of two loads.
+    # Float64 factors are converted: one for each of eight rows, in each of two branches.
     conversions = 16 if types.get("factors") == "*fp64" else 0
     if dtype != tl.float64:
         bounds = BOUNDS[code.name]
@@ -206,15 +213,14 @@ def main(capabilities: list[int]) -> None:
         first = first_version(divmod(capability, 10))
         assert first is not None, capability
         if first > VERSION:
-            say(f"{capability}: left out, which needs a newer Triton than {triton.__version__}")
+            say(f"{capability}: left out, needs a newer Triton than {triton.__version__}")
             continue
         check_all(capability)
-        is_read = (VERSION, capability) not in UNREADABLE
-        say(f"{capability}: all kernels{'' if is_read else ', but for what they cost'}")
+        say(f"{capability}: all kernels{'' if has_costs(capability) else ', costs not checked'}")
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it: a compiler may end the process."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

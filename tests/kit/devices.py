@@ -201,8 +201,8 @@ def elsewhere(
         yield
 
 
-PRODUCTS = {"_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_"}
-"""Products of many tensors, each by its own kernel if the dtype of a 0-d factor differs."""
+BY_ONE_FACTOR = {"_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_"}
+"""Functions of lists that start a kernel for each tensor if a 0-d factor has another dtype."""
 
 
 @contextmanager
@@ -228,9 +228,9 @@ def on_torch(*, capturing: bool = False) -> Iterator[None]:
             here = [tensor for tensor in given if is_on_host(tensor)]
             if name in OPERATIONS and len(here) < len(given):
                 refuse()
-            if name in PRODUCTS and func._overloadname == "Tensor":
-                is_one = args[1].dtype is args[0][0].dtype or is_on_host(args[1])
-                assert is_one, (
+            if name in BY_ONE_FACTOR and func._overloadname == "Tensor":
+                is_fast = args[1].dtype is args[0][0].dtype or is_on_host(args[1])
+                assert is_fast, (
                     f"{name} starts a kernel for each tensor, by a factor in {args[1].dtype}"
                 )
             made = func(*args, **(kwargs or {}))

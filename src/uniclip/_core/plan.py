@@ -260,12 +260,11 @@ class Plan:
         if self.shapes is None:
             return list(blocks)
         [vector] = blocks
+        lengths = list(map(math.prod, self.shapes))
         # A limit may be a number, which holds for all blocks.
-        if not getattr(vector, "shape", ()) or vector.shape[0] == 1:
+        if tuple(getattr(vector, "shape", ())) != (sum(lengths),):
             return [vector] * len(self.blocks)
-        xp = self.math.xp
-        rows = in_groups(vector, list(map(math.prod, self.shapes)))
-        return list(map(xp.reshape, rows, self.shapes))
+        return list(map(self.math.xp.reshape, in_groups(vector, lengths), self.shapes))
 
     def count_gradients(self) -> list[Any]:
         """Return how many gradients each norm has in this process, an array for each block."""

@@ -63,7 +63,6 @@ from uniclip.backends.torch.modes import (
     valueless,
 )
 from uniclip.backends.torch.one_norm import (
-    ACCELERATORS,
     LONG,
     SINGLE,
     are_separate_blocks,
@@ -232,7 +231,7 @@ def _multiply_groups(
         if zero:
             group = _zero_by_factor(group, factor, in_place=in_place)
             writes = True
-        group = _multiply_by(group, factor, in_place=writes)
+        group = multiply_group(group, factor, in_place=writes)
 
         # 0-d products get the dtype of a wider factor.
         for number, product in zip(numbers, group, strict=True):
@@ -249,19 +248,6 @@ def _factor_for(array: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     elif array.dtype in FLOATS:
         dtype = array.dtype
     return factor.to(array.device, dtype, non_blocking=True)
-
-
-def _multiply_by(
-    group: list[torch.Tensor], factor: torch.Tensor | list[torch.Tensor], *, in_place: bool
-) -> list[torch.Tensor]:
-    """Return the products of arrays of one dtype and device by a factor, or by one for each."""
-    is_one = isinstance(factor, torch.Tensor) and factor.ndim == 0
-    if is_one and group[0].device.type in ACCELERATORS and _REGULAR.issuperset(map(type, group)):
-        return multiply_group(group, factor, in_place=in_place)
-    if in_place:
-        torch._foreach_mul_(group, factor)
-        return group
-    return list(torch._foreach_mul(group, factor))
 
 
 def _zero_by_factor(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Decide on which devices the Triton kernels of `uniclip.backends.torch.triton` run.
 
-Callers use PyTorch's own functions if `kernels_on` returns ``None``, and a user with an NVIDIA GPU
-is told why, once. Triton is imported at the first use on an accelerator, so never on a CPU.
+Callers use PyTorch's own functions if `kernels_on` returns ``None``. On an NVIDIA GPU, the log says
+why, once. Triton is imported at the first use on an accelerator, so never on a CPU.
 
 The environment variable ``UNICLIP_TRITON`` is read at each step. ``0`` turns the kernels off.
 ``1`` also allows what is not tested: AMD and Intel GPUs, other versions of Triton, and Triton's
@@ -12,13 +12,12 @@ interpreter (``TRITON_INTERPRET=1``).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
+import re
 import sys
 import threading
 import warnings
-from functools import cache
 from types import ModuleType
 from typing import TypeAlias
 
@@ -31,7 +30,7 @@ _LOG = logging.getLogger("uniclip")
 _VERSIONS = {(3, 3), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)}
 """Versions of Triton that ``tox -e triton`` compiles all kernels with. PyTorch 2.7 brings 3.3."""
 _VOLTA, _HOPPER = (7, 0), (9, 0)
-"""The compute capabilities from which, and up to which, all of them compile the kernels."""
+"""Every version above compiles the kernels for all compute capabilities in this range."""
 _FIRST_VERSIONS = {
     (10, 0): (3, 3),
     (10, 3): (3, 6),
@@ -39,8 +38,8 @@ _FIRST_VERSIONS = {
     (12, 0): (3, 3),
     (12, 1): (3, 6),
 }
-"""The first version for each newer GPU. An older one may end the process instead of raising an
-error, and so may any version for a GPU that is not in this table.
+"""The first version that compiles for each newer GPU. An older one can end the process instead of
+raising an error, and so can any version on a GPU that is not listed.
 """
 _DEVICE_TYPES = {"cuda", "xpu"}
 """Devices with float64 whose memory has addresses. PyTorch calls AMD's "cuda", too."""
@@ -50,6 +49,8 @@ _decisions: dict[tuple[torch.device, str | None], _Decision] = {}
 """By device and by the value of ``UNICLIP_TRITON``."""
 _failures: dict[torch.device, str] = {}
 """Errors of kernels, by device."""
+_logged: set[str] = set()
+"""The reasons that were logged."""
 _lock = threading.Lock()
 
 
@@ -112,13 +113,17 @@ def _load(device: torch.device, *, allow_untested: bool) -> _Decision:
         # An installation can be broken, as by a missing library.
         give_up(device, error)
         return None
-    _tell_once(obstacle)
+    _log_once(obstacle)
     return None
 
 
-@cache
-def _tell_once(obstacle: str) -> None:
-    """Log why the kernels are not used, once for all devices."""
+def _log_once(obstacle: str) -> None:
+    """Log why the kernels are not used, once for each reason."""
+    with _lock:
+        is_new = obstacle not in _logged
+        _logged.add(obstacle)
+    if not is_new:
+        return
     _LOG.warning(
         "uniclip's Triton kernels are not used, and PyTorch's own functions take longer to clip "
         "gradients on a GPU: %s; UNICLIP_TRITON=0 turns this message off",
@@ -135,13 +140,13 @@ def _find_obstacle(device: torch.device, *, allow_untested: bool) -> str | None:
             "in another process"
         )
     tested = f"{_dotted(min(_VERSIONS))} to {_dotted(max(_VERSIONS))}"
-    if importlib.util.find_spec("triton") is None:
+    version = _installed_version()
+    if version is None:
         return f"Triton is not installed; install a version from {tested}"
-    version: str = importlib.import_module("triton").__version__
     if allow_untested:
         return None
 
-    numbers = tuple(map(int, version.split(".")[:2]))
+    numbers = _numbers_of(version)
     if numbers not in _VERSIONS:
         return (
             f"Triton {version} is not tested; install a version from {tested}, or set "
@@ -151,8 +156,8 @@ def _find_obstacle(device: torch.device, *, allow_untested: bool) -> str | None:
     first = first_version(capability)
     if first is None:
         return (
-            f"GPUs of compute capability {_dotted(capability)} are not tested; set "
-            "UNICLIP_TRITON=1 to use the kernels anyway"
+            f"GPUs of compute capability {_dotted(capability)} are not tested; UNICLIP_TRITON=1 "
+            "tries the kernels, which can end the process"
         )
     if numbers < first:
         return (
@@ -160,6 +165,24 @@ def _find_obstacle(device: torch.device, *, allow_untested: bool) -> str | None:
             f"install a version of PyTorch with Triton {_dotted(first)} or later"
         )
     return None
+
+
+def _installed_version() -> str | None:
+    """Return the version of Triton, ``None`` if it is not installed."""
+    try:
+        triton = importlib.import_module("triton")
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return None
+        raise
+    # A folder of that name can be imported, too.
+    return getattr(triton, "__version__", None)
+
+
+def _numbers_of(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version, zeros if it has none."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 def first_version(capability: tuple[int, int]) -> tuple[int, int] | None:

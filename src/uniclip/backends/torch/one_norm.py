@@ -7,8 +7,8 @@ gradient may be replaced.
 
 On the CPU the host reads the norm, and writes nothing within the limit. On an accelerator, where
 the host would have to wait, it reads nothing. Three kernels of `uniclip.backends.torch.triton` run,
-and the last one writes nothing within the limit. Without Triton, eight of PyTorch's kernels run for
-gradients of one dtype, some of them once for each hundred tensors.
+and the last one writes nothing within the limit. Without Triton, eight of PyTorch's functions run
+for gradients of one dtype; each starts more than one kernel for many tensors or elements.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from math import sqrt
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.linalg import vector_norm
 
 from uniclip.backends.base import FITS, FITS_FLOAT64, PIECE, Backend, OneNorm
@@ -137,7 +138,8 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
     """Return the joint norm of tensors on an accelerator, and the factor, both 0-d and float32."""
     norms: list[Tensor] = []
     for group in groups:
-        # In float32 squares may be out of range, which only the host could see in time.
+        # Float32 squares can leave the range. To detect it before the product, the host would have
+        # to wait.
         norms += torch._foreach_norm(group, 2, dtype=_FLOAT64)
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
@@ -150,23 +152,37 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
     return norm, factor
 
 
-def multiply_group(group: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Tensor]:
-    """Return tensors of one dtype on an accelerator, multiplied by a 0-d factor, in few launches.
+def multiply_group(
+    group: list[Tensor], factor: Tensor | list[Tensor], *, in_place: bool
+) -> list[Tensor]:
+    """Return tensors of one dtype and device, multiplied by a factor, or by one for each."""
+    if isinstance(factor, Tensor) and factor.ndim == 0 and _are_halves_elsewhere(group):
+        return _multiply_halves(group, factor, in_place=in_place)
+    if in_place:
+        torch._foreach_mul_(group, factor)
+        return group
+    return list(torch._foreach_mul(group, factor))
 
-    The factor of half precision is float32, that of others has their dtype.
-    """
-    if group[0].dtype not in _HALVES:
-        if in_place:
-            torch._foreach_mul_(group, factor)
-            return group
-        return list(torch._foreach_mul(group, factor))
 
-    # For a factor of another dtype PyTorch starts a kernel for each tensor, and a factor of half
-    # precision would be wrong by up to 0.4 %. The product of its GradScaler takes a float32 factor.
+def _are_halves_elsewhere(group: list[Tensor]) -> bool:
+    """Return whether regular tensors of one dtype are of half precision, on an accelerator."""
+    if group[0].dtype not in _HALVES or group[0].device.type not in ACCELERATORS:
+        return False
+    return {Tensor, torch.nn.Parameter}.issuperset(map(type, group))
+
+
+def _multiply_halves(group: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Tensor]:
+    """Return tensors of half precision, multiplied by a float32 factor in few launches."""
+    # PyTorch starts a kernel for each tensor if the factor has another dtype, and a half-precision
+    # factor has an error of up to 0.4 %. The function behind `GradScaler.unscale_` takes a float32
+    # factor. It works in place, so the tensors are copied first.
     if not in_place:
         group = list(torch._foreach_mul(group, 1.0))
-    is_any_bad = factor.new_empty(())
-    torch._amp_foreach_non_finite_check_and_unscale_(group, is_any_bad, factor)
+    # Required, not read.
+    found_inf = factor.new_empty(())
+    torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, factor)
+    # Autograd does not see what this function writes.
+    increment_version(group)
     return group
 
 

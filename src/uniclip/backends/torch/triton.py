@@ -9,9 +9,9 @@ an array of the tensors' addresses. A kernel reads its row, follows the address,
 Read it in this order:
 
 1. **Kernels.** Sums of squares (of chunks of tensors, of short rows), norm and factor, products,
-   bounds. Many GPUs have 64 times as many units for float32 as for float64, so a few hundred
-   squares are added in float32, and only such sums in float64; squares out of range are computed
-   again. The order is fixed: the same input has the same bits. Nothing is written where nothing
+   bounds. Many GPUs have 32 to 64 times as many units for float32 as for float64, so up to 16,384
+   squares are added in float32, and these sums in float64; squares out of range are computed again.
+   The order is fixed: the same input has the same bits. Nothing is written where nothing
    changes: a product by 1 in place returns before it reads its tensor.
 2. **Work tables**, which depend on shapes and dtypes, and **addresses**, which depend on memory.
    Both are sent to the device without a wait, and cached.
@@ -122,15 +122,17 @@ def _times_16(number):
 @triton.jit
 def _scale_of(total):
     # Squares in float32 overflow for numbers above 2⁶⁴, and lose bits below 2⁻⁶³. A sum that may
-    # have such squares is computed again, from numbers times a power of two, which is exact.
-    # Exponents are compared as integers, for which no GPU has few units.
+    # have such squares is computed again, from numbers times a power of two, which is exact. From
+    # 2⁻⁸⁰ on, squares that lose bits are less than 2⁻³⁰ of the sum, and an overflow gives ∞, whose
+    # exponent is 1024. Zeros are read again, too: they look like squares that underflowed.
+    # Exponents are compared as integers, since many GPUs have few units for float64.
     exponent = (total.to(tl.int64, bitcast=True) >> 52) - 1023
     return tl.where(exponent < -80, 2.0**96, tl.where(exponent > 110, 2.0**-96, 1.0))
 
 
 @triton.jit
 def _unscaled(total, scale):
-    # By a power of two, which is exact. A division would take thirty instructions for float64.
+    # Undo the square of the scale, exactly. A float64 division takes about 30 instructions.
     return total * tl.where(scale > 1, 2.0**-192, 2.0**192)
 
 
@@ -143,8 +145,9 @@ def _sum_chunk(chunk, length, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
         x = tl.load(chunk + at, mask=at < length, other=0.0).to(wide) * scale
         squares += x * x
 
-    # Squares of float32 numbers are added in float32 four at a time, and then by warps of threads:
-    # none is rounded more than 12 times, so a norm of any numbers is accurate to 5e-7.
+    # A warp has 128 float32 elements of a block, four in each thread. With four blocks and the
+    # square itself, no square is rounded more than 12 times, so norms are accurate to 5e-7. Norms
+    # in half precision need 2e-6, so a whole chunk is added in float32.
     group: tl.constexpr = 128 if chunk.dtype.element_ty == tl.float32 else BLOCK
     sums = tl.sum(tl.reshape(squares, (BLOCK // group, group)), 1)
     return tl.sum(sums.to(tl.float64), 0)
@@ -166,6 +169,7 @@ def sum_chunks(
         total = _sum_chunk(aligned, _times_16(length), 1.0, CHUNK, BLOCK)
     else:
         total = _sum_chunk(chunk, length, 1.0, CHUNK, BLOCK)
+    # Squares of float16 numbers are in range, and those of float64 numbers are float64.
     if DTYPE == tl.float32 or DTYPE == tl.bfloat16:  # noqa: PLR1714, SIM300
         scale = _scale_of(total)
         if scale != 1:
@@ -212,7 +216,7 @@ def sum_rows(
         scale = tl.where(rows < height, _scale_of(total), 1.0)
         if tl.max((scale != 1).to(tl.int32), 0) > 0:
             scaled = _sum_rows(leaf, rows, height, width, scale[:, None], ROWS, COLUMNS)
-            total = tl.where(scale == 1, scaled, _unscaled(scaled, scale))
+            total = tl.where(scale == 1, total, _unscaled(scaled, scale))
     tl.store(sums + tl.load(tile + FIRST_NORM) + rows, total, mask=rows < height)
 
 
@@ -304,8 +308,8 @@ def scale_chunks(
     The address of an output is ``to_outputs`` behind that of its tensor; 0 stands for in place.
     """
     row = _row_of_program(table, COLUMNS_OF_TABLE)
-    # Within the limit, programs do nothing but wait for the number of their norm, and then for its
-    # factor. One norm has number 0.
+    # Within the limit, a program only waits for two loads: the number of its norm, and then the
+    # factor. One norm has number 0, which saves a load.
     norm = 0 if ONE_NORM else tl.load(row + NORM)
     # Products of numbers up to float32 are computed in float32.
     wide: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32  # noqa: SIM300
@@ -963,8 +967,8 @@ def _root_launches(
     batch: Batch, work: Work, addresses: torch.Tensor, out: torch.Tensor, count: int
 ) -> list[Launch]:
     """Return the launches that write norms into a vector, as `find_norms` does."""
-    # The kernel that adds partial sums takes the root, too, in each thread of its program. A root
-    # in one thread takes less time, so sums that are complete have it.
+    # `join_norms` has a program for each norm, and each of its threads takes the root. If no sums
+    # are left to add, `find_norms` takes 1,024 roots in a program.
     if not (work.tiles or work.one_chunk_each):
         partial_sums = batch.new(work.sum_count, torch.float64)
         launches = _sum_launches(work, addresses, partial_sums)
