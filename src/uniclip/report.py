@@ -557,6 +557,8 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
 ) -> dict[str, Any]:
     """Return the scalars of all norms, limits, factors and thresholds, given as arrays."""
     xp = backend.xp
+    norms = _computed_once(backend, norms)
+    factors = _computed_once(backend, factors)
     scalars = {NORM: _over(backend, xp.max, norms), LIMIT: _over(backend, xp.min, limits)}
     if thresholds:
         scalars[THRESHOLD] = _over(backend, xp.min, thresholds)
@@ -572,6 +574,25 @@ def _arrays_of(values: Any) -> list[Any]:
     """Return the arrays in a field of a report that are not empty."""
     leaves = [values] if hasattr(values, "shape") else flatten(values).leaves
     return [array for array in leaves if array is not None and 0 not in array.shape]
+
+
+_JOINED_AT_ONCE = 32
+"""How many norms one operation of compiled code joins."""
+
+
+def _computed_once(backend: Backend, arrays: list[Any]) -> list[Any]:
+    """Return the norms or factors of many blocks of one norm joined in compiled code.
+
+    XLA copies all operations before a number into each operation that uses it. A reduction of
+    hundreds of numbers would then take most of the time to compile.
+    """
+    if len(arrays) == 1 or not all([backend.traced(x) and x.shape == (1,) for x in arrays]):
+        return arrays
+    parts = []
+    for start in range(0, len(arrays), _JOINED_AT_ONCE):
+        part = backend.xp.concat(arrays[start : start + _JOINED_AT_ONCE])
+        parts.append(backend.fence(part))
+    return [backend.fence(backend.xp.concat(parts))]
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:

@@ -24,7 +24,15 @@ from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, Step, Tensor
 from uniclip.backends.arrays import check_shape, known_true
-from uniclip.backends.base import FITS, FITS_FLOAT64, LIBRARY, NUMPY, Terms, expand_to_leaf, modulus
+from uniclip.backends.base import (
+    FITS,
+    FITS_FLOAT64,
+    LIBRARY,
+    NUMPY,
+    Terms,
+    divided_by,
+    expand_to_leaf,
+)
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
@@ -345,7 +353,9 @@ def _norms_of_sums(
         safe = safe and tree.leaf_info.narrow and tree.leaf_info.double
     if safe and p <= _SAFE_POWER:
         return _roots(plan, norm, _add_terms(plan, trees, terms, exchange))
-    if p != 2 or plan.math.library.debug_infs():
+    # XLA takes as long to compile the rare branch of a conditional as all the rest, and reserves
+    # memory for a copy of the gradients, so its programs always measure in units.
+    if p != 2 or plan.math.library.debug_infs() or plan.math.separate:
         return _norms_in_units(plan, trees, norm, exchange)
 
     # Squares may have left the range of their sums: if so, all are made again, in units.
@@ -451,7 +461,7 @@ def _terms(plan: Plan, tree: OpenedTree, p: float) -> Terms:
 
 
 def _divide_by_units(plan: Plan, units: Sequence[Tensor], terms: Terms) -> Terms:
-    """Return the terms of moduli, each divided by the unit of its norm."""
+    """Return the terms of arrays, or of moduli, each divided by the unit of its norm."""
     library = plan.math.library
     rows: list[Any] = []
     for of_block in plan.split_blocks(units):
@@ -463,6 +473,6 @@ def _divide_by_units(plan: Plan, units: Sequence[Tensor], terms: Terms) -> Terms
         for array, _, covered in islice(rest, count):
             with library.allow_float64(), library.computation_context(array):
                 unit = expand_to_leaf(library, plan.math.to_library(row), array, covered)
-                divided.append(modulus(library, array, unit))
+                divided.append(divided_by(library, array, terms.p, unit))
 
     return terms._replace(arrays=divided)

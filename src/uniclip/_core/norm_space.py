@@ -27,6 +27,7 @@ from uniclip.backends.base import (
     Op,
     Terms,
     cast,
+    reduce_rows,
     stack_arrays,
 )
 
@@ -264,7 +265,7 @@ class NormSpace:
         # Stacked and reduced at once, since a chain of additions is slow to compile.
         rows = self.stack(sums)
         backend: Backend = DEFAULT if isinstance(rows, np.ndarray) else self.library
-        return backend.reduce_rows(rows, op)
+        return reduce_rows(backend, rows, op)
 
     def all(self, flags: list[Any]) -> Flags:
         """Return whether all of some flags are true."""

@@ -13,7 +13,7 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
   `write`), for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in
   several processes (`reducer`, `replicas`, `rank`);
 - *may* override hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`,
-  `reduce_rows`, `cond`).
+  `fence`, `cond`).
 """
 
 from __future__ import annotations
@@ -705,14 +705,11 @@ class Backend(Generic[A]):
         """
         return partial(guarded, self.xp)
 
-    def reduce_rows(self, rows: A, op: Op) -> A:
-        """Return the sum or the maximum of the rows of an array.
-
-        In compiled code it must be computed once, not in each operation that uses it.
+    def fence(self, rows: A) -> A:
+        """Return stacked numbers, which compiled code computes once, not in each operation that
+        uses them.
         """
-        if op == "sum":
-            return self.xp.sum(rows, axis=0)
-        return self.xp.max(rows, axis=0)
+        return rows
 
     def unstack(self, array: A) -> list[A]:
         """Return the rows of an array, by a single operation where there is one."""
@@ -744,7 +741,13 @@ def _add_rows(backend: Backend[A], group: Sequence[A], op: Op) -> A:
     """Return the sum or the maximum of the sums of one norm's arrays."""
     if len(group) == 1:
         return group[0]
-    return backend.reduce_rows(stack_arrays(backend, group), op)
+    return reduce_rows(backend, stack_arrays(backend, group), op)
+
+
+def reduce_rows(backend: Backend[A], rows: A, op: Op) -> A:
+    """Return the sum or the maximum of the rows of an array."""
+    rows = backend.fence(rows)
+    return backend.xp.sum(rows, axis=0) if op == "sum" else backend.xp.max(rows, axis=0)
 
 
 def stack_arrays(backend: Backend[A], arrays: Sequence[A]) -> A:
@@ -820,6 +823,14 @@ def _real_parts(xp: Namespace, x: A) -> list[A]:
     if xp.isdtype(x.dtype, "complex floating"):
         return [xp.real(x), xp.imag(x)]
     return [x]
+
+
+def divided_by(backend: Backend[A], x: A, p: float, unit: Any) -> A:
+    """Return ``x/unit`` or ``|x/unit|``, whose power p is summed, in the precision of sums."""
+    # A square needs no modulus, which has no second derivative at 0.
+    if p == 2 and not backend.xp.isdtype(x.dtype, "complex floating"):
+        return _wide(backend, x) / unit
+    return modulus(backend, x, unit)
 
 
 def modulus(backend: Backend[A], x: A, unit: Any = 1) -> A:

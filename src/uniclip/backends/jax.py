@@ -46,11 +46,11 @@ from uniclip.backends.base import (
     WrappedLeaf,
     enter_both,
     operand,
+    power_sum,
     rounded_norm,
     same,
     stack_terms,
     sum_dtype,
-    sum_long_squares,
     take,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
@@ -147,8 +147,8 @@ def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
 _SINGLE = set(map(jnp.dtype, ("float16", "bfloat16", "float32")))
 _DOUBLE = set(map(jnp.dtype, ("float64", "complex128")))
 _FLOATS = _SINGLE | _DOUBLE | {jnp.dtype("complex64")}
-_LONG = 2**14
-"""The largest number of elements that compiled code adds as fast in float64 as in float32."""
+_UNITS = (2.0**80, 1.0, 2.0**-100)
+"""In one of these units, the squares of any float32 numbers have a float32 sum that is in range."""
 _UNSTACKED = 32
 """How many rows one reduction unstacks."""
 _PER_CALL = 256
@@ -493,6 +493,41 @@ def _unstack_derivative(
     return _unstack(*primals), tuple(tangents[0])
 
 
+def _sum_squares(backend: Backend[jax.Array], array: jax.Array, axes: Axes) -> jax.Array:
+    """Return ``Σ|x|²`` in float64 on a GPU, of narrower numbers by float32 sums."""
+    if array.dtype not in _SINGLE:
+        return power_sum(backend, array, 2, axes)
+    return _sum_in_units(axes, array)
+
+
+@_with_derivative
+def _sum_in_units(axes: Axes, array: jax.Array) -> jax.Array:
+    """Return ``Σx²`` in float64 by float32 sums in three units, of which one is in range.
+
+    Many GPUs have few units for float64. A compiler adds all three in one pass, and no conditional
+    is needed, for which the host would wait.
+    """
+    array = array.astype(jnp.float32)
+    sums = []
+    for unit in _UNITS:
+        total = jnp.sum(jnp.square(array * np.float32(1 / unit)), axis=axes)
+        sums.append(total.astype(jnp.float64) * unit**2)
+
+    large, usual, small = sums
+    return jnp.where(usual > LOW, jnp.where(usual < HIGH, usual, large), small)
+
+
+def _derivative_in_float64(
+    axes: Axes, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the derivative in float64, where no unit is needed."""
+    array, tangent = [x.astype(jnp.float64) for x in (*primals, *tangents)]
+    return _sum_in_units(axes, *primals), jnp.sum(2 * array * tangent, axis=axes)
+
+
+_sum_in_units.defjvp(_derivative_in_float64)
+
+
 class _JAX(Backend[jax.Array]):
     opens_nodes = True
     joins_by = (
@@ -573,23 +608,12 @@ class _JAX(Backend[jax.Array]):
             return terms.in_blocks(_squares_on_host(terms.arrays, terms.counts))
         if mode == HOST:
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(np.asarray, terms.arrays))))
-        if mode == TRACED and terms.p == 2:
-            return stack_terms(self, sum_long_squares(self, terms, self._float32_sum), terms)
+        # A float32 sum may overflow before another one is chosen, and a debugger would stop there.
+        avoids_float64 = jax.default_backend() == "gpu" and not self.debug_infs()
+        if mode == TRACED and terms.p == 2 and avoids_float64:
+            sums = [_sum_squares(self, array, axes) for array, _, axes in terms.by_array()]
+            return stack_terms(self, sums, terms)
         return super().sums(mode, terms)
-
-    def _float32_sum(self, array: jax.Array) -> jax.Array | None:
-        """Return the float32 sum of squares of a long array, ``None`` for another one.
-
-        XLA's loop for float64 takes up to twice as long.
-        """
-        # Exported code may have symbolic dimensions, whose size is unknown.
-        if not all([type(length) is int for length in array.shape]):
-            return None
-        if array.size <= _LONG or array.dtype not in _SINGLE:
-            return None
-        if jax.device_count() > 1 or self.debug_infs():
-            return None
-        return jnp.sum(jnp.square(array.astype(jnp.float32)))
 
     def pieces(self, array: jax.Array, axes: Axes = None) -> Iterable[jax.Array] | None:
         # The compiler fuses the conversion into the sum, and makes no copy.
@@ -710,12 +734,10 @@ class _JAX(Backend[jax.Array]):
     ) -> Callable[..., jax.Array]:
         return _fast_values(fast, guarded)
 
-    def reduce_rows(self, rows: jax.Array, op: Op) -> jax.Array:
+    def fence(self, rows: jax.Array) -> jax.Array:
         # XLA would turn the sum of k stacked numbers into k additions, and copy all of them into
         # each user of the sum.
-        if self.traced(rows):
-            rows = jax.lax.optimization_barrier(rows)
-        return super().reduce_rows(rows, op)
+        return jax.lax.optimization_barrier(rows) if self.traced(rows) else rows
 
     def unstack(self, array: jax.Array) -> list[jax.Array]:
         if array.ndim > 1 or not self.traced(array):

@@ -36,7 +36,6 @@ from uniclip.backends.base import (
     Backend,
     LeafInfo,
     OneNorm,
-    Op,
     Terms,
     View,
     WrappedLeaf,
@@ -338,12 +337,10 @@ class _TensorFlow(Backend[tf.Tensor]):
     def stacks(self, array: tf.Tensor | None) -> bool:
         return array is not None or not _in_xla()
 
-    def reduce_rows(self, rows: tf.Tensor, op: Op) -> tf.Tensor:
+    def fence(self, rows: tf.Tensor) -> tf.Tensor:
         # XLA would turn the sum of k stacked numbers into k additions, and copy all of them into
         # each user of the sum.
-        if _in_xla():
-            rows = _optimization_barrier(rows)
-        return super().reduce_rows(rows, op)
+        return _optimization_barrier(rows) if _in_xla() else rows
 
     def multiply(
         self, arrays: list[tf.Tensor], factors: Sequence[Any], *, in_place: bool, zero: bool
