@@ -162,8 +162,8 @@ LEAVES_ON = {"cpu": 3, "gpu": 4, "tpu": 5}
 def test_large_leaves_on_each_kind_of_device(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    """Programs for one device of each kind measure large leaves without a conditional and without a warning:
-    with float64, with float32 sums (as on a GPU), and without float64 (as on a TPU).
+    """Programs for one device of each kind have no conditional and give no warning: with float64,
+    with float32 sums (as on a GPU), and without float64 (as on a TPU).
     """
     from uniclip.integrations.optax import scalars, to_optax
 

@@ -218,6 +218,108 @@ def test_a_unit_follows_the_framework(framework: Framework) -> None:
     close(framework, clipped, framework.numpy(wanted))
 
 
+def in_layers(path: tuple[Any, ...], leaf: Any) -> int:
+    """Return how many axes of a leaf stack layers."""
+    return 2 if path[0] == "blocks" else int(path[0] == "layers")
+
+
+STACKED: dict[str, Any] = {
+    "agc": functools.partial(uc.agc, 0.1),
+    "agc, axis": functools.partial(uc.agc, 0.1, axis=0),
+    "agc, output axis": functools.partial(uc.agc, 0.1, output_axis=-1),
+    "by_norm": functools.partial(uc.by_norm, 0.5),
+    "by_norm, axis": functools.partial(uc.by_norm, 0.5, axis=-1),
+    "by_norm, largest": functools.partial(uc.by_norm, 0.5, ord=math.inf),
+    "by_block_rms": functools.partial(uc.by_block_rms, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_layers(framework: Framework, name: str) -> None:
+    """A leaf of stacked layers is clipped as a Python loop over its layers clips them."""
+    rng = np.random.default_rng(0)
+    grads, weights = (
+        {
+            "layers": {"w": rng.normal(size=(3, 4, 5)), "b": rng.normal(size=(3, 5))},
+            "blocks": rng.normal(size=(2, 3, 4, 5)),
+            "head": rng.normal(size=(5, 2)),
+        }
+        for _ in range(2)
+    )
+    make = STACKED[name]
+    given = {"params": mapped(framework.array, weights)} if "agc" in name else {}
+    clipped, report = uc.clip(mapped(framework.array, grads), make(stacked=in_layers), **given)
+
+    def of_layer(leaf: np.ndarray, param: np.ndarray) -> np.ndarray:
+        single = {"params": framework.array(param)} if "agc" in name else {}
+        return framework.numpy(uc.clip(framework.array(leaf), make(), **single)[0])
+
+    def over_layers(count: int, leaf: np.ndarray, param: np.ndarray) -> np.ndarray:
+        if count == 0:
+            return of_layer(leaf, param)
+        pairs = zip(leaf, param, strict=True)
+        return np.stack([over_layers(count - 1, *pair) for pair in pairs])
+
+    for path, count in {
+        ("layers", "w"): 1,
+        ("layers", "b"): 1,
+        ("blocks",): 2,
+        ("head",): 0,
+    }.items():
+        found, leaf, param, norms = [
+            functools.reduce(lambda tree, key: tree[key], path, tree)
+            for tree in (clipped, grads, weights, report.norms)
+        ]
+        close(framework, found, over_layers(count, leaf, param), ulps=8)
+        assert tuple(norms.shape)[:count] == leaf.shape[:count]
+
+
+@on_numpy
+def test_stacked_layers_are_checked() -> None:
+    """A leaf without an axis beside those of layers is refused by its path, with the fix."""
+    grads = {"w": np.ones((3, 2)), "scale": np.ones(3)}
+    text = r"grads\['scale'\] of shape \(3,\): stacked=1 leaves no axis .* 1 if 'layers' in path"
+    with pytest.raises(ValueError, match=text):
+        uc.clip(grads, uc.by_norm(1.0, stacked=1))
+    with pytest.raises(ValueError, match="stacked=2 leaves no axis"):
+        uc.clip(grads, uc.agc(stacked=lambda path, leaf: 2), params=grads)
+    for wrong in (-1, 1.5, "1", True):
+        with pytest.raises((TypeError, ValueError), match="stacked must be"):
+            uc.by_norm(1.0, stacked=wrong)
+        with pytest.raises((TypeError, ValueError), match="stacked must be"):
+            uc.clip(grads, uc.by_norm(1.0, stacked=lambda path, leaf, wrong=wrong: wrong))
+    with pytest.raises(TypeError, match="scope must be a Scope"):
+        uc.scopes.stacked(1, 0)
+    with pytest.raises(ValueError, match=r"axis=1 names .* output_axis=0 .* pass one of them"):
+        uc.agc(axis=1, output_axis=0)
+
+
+@on_numpy
+@pytest.mark.parametrize(
+    "rule",
+    [
+        uc.agc(stacked=1),
+        uc.agc(output_axis=0, stacked=in_layers),
+        uc.by_block_rms(1.0, stacked=2),
+        uc.Rule(1.0, scope=uc.scopes.stacked(1, uc.scopes.unit(0))),
+        uc.Rule(1.0, scope=uc.scopes.stacked(1, uc.scopes.each_example)),
+        uc.Rule(uc.limits.Ema(2.0, 0.5), scope=uc.scopes.stacked(1)),
+    ],
+    ids=repr,
+)
+def test_stacked_layers_come_back(rule: Any) -> None:
+    """The text and the config of a rule for stacked layers make an equal one; states load."""
+    names = {"in_layers": in_layers}
+    assert eval(repr(rule), {"uc": uc, **names}) == rule
+    assert from_config(json.loads(json.dumps(to_config(rule, names))), names) == rule
+    one, other = uc.Clipper(rule), uc.Clipper(rule)
+    grads = {"layers": np.ones((2, 3, 4)), "blocks": np.ones((2, 3, 4))}
+    one(grads, grads if "params" in rule.limit.needs else None)
+    other.init(grads)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.state_dict() == one.state_dict()
+
+
 def test_groups(framework: Framework) -> None:
     """Leaves with the same label share a norm and a limit, also a stateful one."""
     make, number = (

@@ -37,6 +37,7 @@ _BEHIND = [
     Masked,
     Rule,
     scopes.FanIn,
+    scopes.Stacked,
     scopes.all_but_first,
     scopes.everything,
 ]

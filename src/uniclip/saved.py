@@ -37,7 +37,7 @@ from uniclip.limits import Limit, PerGroup
 from uniclip.limits.base import SAVED_NAMES
 from uniclip.norms import Norm
 from uniclip.rule import BaseRule, Rule
-from uniclip.scopes import FanIn, Scope, everything
+from uniclip.scopes import FanIn, Scope, Stacked, everything
 
 FORMAT = 2
 """The version that is written and read; a state without a version is read as this one."""
@@ -686,6 +686,12 @@ def _describe_norm(norm: Norm) -> str:
 
 def _describe_scope(scope: Scope) -> str:
     """Return which leaves share a norm, and along which axes."""
+    if isinstance(scope.axes, Stacked):
+        count = scope.axes.layers
+        layers = getattr(count, "__name__", type(count).__name__) if callable(count) else count
+        one_layer = _describe_scope(Scope(scope.axes.axes, scope.label))
+        return f"{one_layer} in layers stacked by {layers}"
+
     leaves = "groups of leaves"
     if scope.label is None:
         leaves = "each leaf"

@@ -23,11 +23,16 @@ __all__ = [
     "each_leaf",
     "each_row",
     "groups",
+    "stacked",
     "unit",
 ]
 
 Axes: TypeAlias = int | tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
 Label: TypeAlias = Callable[[Path, Any], Hashable]
+Layers: TypeAlias = int | Callable[[Path, Any], int]
+"""The number of leading axes that stack layers, or a function of ``(path, leaf)`` that returns
+it.
+"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,15 +77,24 @@ class Scope(Printed):
                 return "uc.scopes.unit()"
             return f"uc.scopes.unit({self.axes.axis})"
 
+        if isinstance(self.axes, Stacked):
+            one_layer = Scope(self.axes.axes, self.label)
+            scope = "" if one_layer == each_leaf else f", {one_layer._printed(show)}"
+            return f"uc.scopes.stacked({show(self.axes.layers)}{scope})"
+
         if self.axes is None and self.label not in {None, everything}:
             return f"uc.scopes.groups({show(self.label)})"
         return super()._printed(show)
 
-    def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
+    def covered(
+        self, ndim: int, output_axis: int, path: Path = (), leaf: object = None
+    ) -> tuple[int, ...] | None:
         """Return the axes of an ``ndim``-dimensional leaf that one norm covers,
         ``None`` for all.
         """
         axes = self.axes
+        if isinstance(axes, Stacked):
+            return axes.covered(ndim, output_axis, path, leaf)
         if callable(axes):
             axes = axes(ndim, output_axis)
         if axes is None:
@@ -149,6 +163,42 @@ class FanIn:
         return tuple([axis for axis in range(ndim) if axis != output_axis])
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """Cover the axes of a scope in each of the layers that a leaf stacks along its first axes."""
+
+    layers: Layers
+    axes: Axes = None
+    """The axes of one layer, as those of a `Scope`."""
+
+    def __post_init__(self) -> None:
+        """Validate the number of axes."""
+        if not callable(self.layers):
+            set_frozen_fields(self, layers=whole("stacked", self.layers, 0))
+
+    def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
+        """Return the axes of a leaf without a path."""
+        return self.covered(ndim, output_axis, (), None)
+
+    def covered(self, ndim: int, output_axis: int, path: Path, leaf: object) -> tuple[int, ...]:
+        """Return the axes of a leaf that one norm covers."""
+        count = self.layers
+        if callable(count):
+            count = whole("stacked", count(path, leaf), 0)
+        if 0 < ndim <= count or ndim < count:
+            msg = (
+                f"stacked={count} leaves no axis of a layer; pass a function that returns the "
+                "number of leading axes that stack layers, such as stacked=lambda path, leaf: "
+                f"{count} if 'layers' in path else 0"
+            )
+            raise ValueError(msg)
+
+        inside = Scope(axes=self.axes).covered(ndim - count, output_axis)
+        if inside is None:
+            inside = tuple(range(ndim - count))
+        return tuple([axis + count for axis in inside])
+
+
 each_entry = Scope(axes=())
 """Give every element a separate norm, its modulus.
 
@@ -212,6 +262,39 @@ def unit(axis: int | None = None) -> Scope:
     array([5. , 0.5])
     """
     return Scope(axes=FanIn(axis))
+
+
+def stacked(layers: Layers, scope: Scope = each_leaf) -> Scope:
+    """Treat each layer of a leaf that stacks several layers along its first axes as a leaf.
+
+    A scan over layers has the weights of all layers in one array, such as (12, 64, 64) for twelve
+    matrices.
+
+    Parameters
+    ----------
+    layers : int or callable
+        The number of leading axes that stack layers, for all leaves; or a function of
+        ``(path, leaf)`` that returns it, 0 for a leaf of one layer.
+    scope : Scope, default each_leaf
+        The scope of one layer.
+
+    Raises
+    ------
+    TypeError
+        If ``layers`` is neither a whole number nor a function, or ``scope`` not a `Scope`.
+    ValueError
+        If ``layers`` is negative; when gradients are clipped, if a leaf has no more axes than those
+        that stack layers.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.stacked(1))
+    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), rule)[0]
+    array([[0.6, 0.8],
+           [0.3, 0.4]])
+    """
+    check("scope", scope, isinstance(scope, Scope), "a Scope, such as uc.scopes.unit()")
+    return Scope(Stacked(layers, scope.axes), scope.label)
 
 
 def groups(label: Label) -> Scope:

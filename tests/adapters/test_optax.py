@@ -232,6 +232,31 @@ def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
     check(make, uc, tmp_path)
 
 
+@pytest.mark.parametrize("layer", ["Linear", "Conv2d", "LayerNorm"])
+def test_units_of_equinox(layer: str) -> None:
+    """With `output_axis=0`, each output unit of Equinox' own layers has one norm, a vector too."""
+    make = getattr(eqx.nn, layer)
+    sizes = {"Linear": (8, 4), "Conv2d": (8, 4, 3), "LayerNorm": (8,)}[layer]
+    options = {} if layer == "LayerNorm" else {"key": jax.random.key(0)}
+    params = eqx.filter(make(*sizes, **options), eqx.is_array)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), "float32"), params
+    )
+    clipped, report = uc.clip(grads, uc.agc(0.1, output_axis=0), params=params)
+    units = 1 if layer == "LayerNorm" else 4
+    assert report.norms.weight.size == units
+    assert report.norms.bias.size == (4 if layer == "Conv2d" else 1)
+
+    # A layer's output channel by the formula of the paper.
+    rows = np.asarray(grads.weight).reshape(units, -1)
+    of_params = np.asarray(params.weight).reshape(units, -1)
+    limits = 0.1 * np.maximum(np.linalg.norm(of_params, axis=1), 1e-3)
+    factors = np.minimum(1, limits / np.linalg.norm(rows, axis=1))
+    wanted = (rows * factors[:, None]).reshape(params.weight.shape)
+    np.testing.assert_allclose(clipped.weight, wanted, rtol=1e-5)
+
+
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3), "absent": None}
 LARGE = {"w": 3 * PARAMS["w"], "b": 4 * PARAMS["b"], "absent": None}
 NORM = np.sqrt(6 * 9 + 3 * 16)

@@ -672,7 +672,7 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
         shape = tree.arrays[number].shape
 
     try:
-        axes = scope.covered(len(shape), tree.backend.output_axis)
+        axes = tree.covered(scope, number, len(shape))
     except ValueError as error:
         msg = f"{tree.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None

@@ -49,6 +49,7 @@ from uniclip.backends.base import (
     shards_of,
     take,
 )
+from uniclip.scopes import Scope, Stacked
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -195,6 +196,13 @@ class OpenedTree(NamedTuple):
         if wrapped is None or not isinstance(wrapped.shape, tuple):
             return self.leaves[number].shape
         return tuple([length if isinstance(length, int) else None for length in wrapped.shape])
+
+    def covered(self, scope: Scope, number: int, ndim: int) -> Axes:
+        """Return the axes of a leaf that its norms cover, ``None`` for all."""
+        if not isinstance(scope.axes, Stacked):
+            return scope.covered(ndim, self.backend.output_axis)
+        path = self.paths()[number]
+        return scope.covered(ndim, self.backend.output_axis, path, self.leaves[number])
 
     def paths(self) -> list[Path]:
         """Return the path of each leaf."""
@@ -807,7 +815,7 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
 
 def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tensor) -> Array:
     """Return a parameter, at the rows that its sparse gradient stores if each row has a norm."""
-    axes = rule.scope.covered(len(array.shape), tree.backend.output_axis)
+    axes = tree.covered(rule.scope, number, len(array.shape))
     if axes is None or 0 in axes:
         return array
     if tree.wrapped[number].by_entry:
@@ -832,7 +840,7 @@ def _divide_alike(
     shards = dict(params.shards)
     for number in tree.leaf_info.present:
         leaf = params.leaves[number]
-        axes = rule.scope.covered(len(leaf.shape), tree.backend.output_axis)
+        axes = tree.covered(rule.scope, number, len(leaf.shape))
         of_gradient = tree.shard(number)
         of_param: Any = shards.get(number)
         divided = of_gradient and of_gradient.divided(axes)

@@ -16,7 +16,8 @@ from uniclip.limits import PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.norms import RMS, Norm
 from uniclip.rule import Rule, preset
-from uniclip.scopes import Label, Scope, all_leaves, each_leaf, groups
+from uniclip.scopes import Label, Layers, Scope, all_leaves, each_leaf, groups
+from uniclip.scopes import stacked as stacked_scope
 
 __all__ = [
     "by_average_norm",
@@ -53,11 +54,12 @@ def by_value(min: Number, max: Number) -> ByValue:
 
 
 @preset
-def by_norm(
+def by_norm(  # noqa: PLR0913 - the arguments of the published rule, and of its leaves
     max_norm: MaxNorm,
     axis: int | tuple[int, ...] | None = None,
     ord: float = 2,
     *,
+    stacked: Layers | None = None,
     curve: Curve = hard,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
@@ -76,6 +78,10 @@ def by_norm(
         The axes that one norm covers; by default all.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
+    stacked : int or callable, optional
+        The number of leading axes along which a leaf stacks layers, or a function of
+        ``(path, leaf)`` that returns it; see `uniclip.scopes.stacked`. ``axis`` is an axis of one
+        layer.
     curve : callable, default hard
         What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner
         there.
@@ -85,7 +91,8 @@ def by_norm(
     Raises
     ------
     ValueError
-        If ``max_norm`` is negative or NaN, or ``ord`` below 1.
+        If ``max_norm`` is negative or NaN, or ``ord`` below 1; when gradients are clipped, if a
+        leaf has no axis beside those that stack layers.
 
     Examples
     --------
@@ -96,6 +103,8 @@ def by_norm(
     scope = each_leaf
     if axis is not None:
         scope = Scope(axes=axis)
+    if stacked is not None:
+        scope = stacked_scope(stacked, scope)
     return Rule(max_norm, scope=scope, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
@@ -186,7 +195,9 @@ def by_global_norm(
 
 
 @preset
-def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
+def by_block_rms(
+    max_norm: MaxNorm, *, stacked: Layers | None = None, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Scale each leaf to a root mean square of at most ``max_norm``.
 
     The result is ``g · min(1, max_norm·√N/‖g‖₂)``.
@@ -197,20 +208,25 @@ def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Ru
     ----------
     max_norm : float, 0-d array, or Limit
         How large each root mean square may be, at least 0.
+    stacked : int or callable, optional
+        The number of leading axes along which a leaf stacks layers, or a function of
+        ``(path, leaf)`` that returns it; see `uniclip.scopes.stacked`.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``max_norm`` is negative or NaN.
+        If ``max_norm`` is negative or NaN; when gradients are clipped, if a leaf has no axis beside
+        those that stack layers.
 
     Examples
     --------
     >>> uc.clip(np.asarray([7.0, 1.0]), uc.by_block_rms(1.0))[0]
     array([1.4, 0.2])
     """
-    return Rule(max_norm, scope=each_leaf, norm=RMS, nonfinite=nonfinite)
+    scope = each_leaf if stacked is None else stacked_scope(stacked)
+    return Rule(max_norm, scope=scope, norm=RMS, nonfinite=nonfinite)
 
 
 @preset

@@ -7,18 +7,21 @@ from uniclip._types import Array, NonFinite, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.norms import Norm
 from uniclip.rule import Rule, preset
-from uniclip.scopes import Scope, each_leaf, each_row, unit
+from uniclip.scopes import Layers, Scope, each_leaf, each_row, unit
+from uniclip.scopes import stacked as stacked_scope
 
 __all__ = ["agc", "cowclip", "larc"]
 
 
 @preset
-def agc(
+def agc(  # noqa: PLR0913 - the arguments of the published rule, and of its leaves
     ratio: Number = 0.01,
     eps: float = 1e-3,
     axis: int | tuple[int, ...] | None = None,
     ord: float = 2,
     *,
+    output_axis: int | None = None,
+    stacked: Layers | None = None,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Scale each output unit's gradient to a norm of at most ``ratio · max(‖w‖, eps)``.
@@ -44,14 +47,23 @@ def agc(
     ord : float, default 2
         The order of the norm of gradients and weights, at least 1, as ``norm_type`` in timm;
         ``math.inf`` is the largest modulus.
+    output_axis : int, optional
+        The axis of the units in leaves of two or more axes, as of `uniclip.scopes.unit`: 0 for
+        Equinox, whose layers have it first, unlike JAX's other libraries. A vector or a scalar is
+        one unit.
+    stacked : int or callable, optional
+        The number of leading axes along which a leaf stacks layers, or a function of
+        ``(path, leaf)`` that returns it; see `uniclip.scopes.stacked`. The axes of the other
+        arguments are those of one layer.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``ratio`` or ``eps`` is negative or NaN, or ``ord`` below 1; when gradients are clipped,
-        without ``params``.
+        If ``ratio`` or ``eps`` is negative or NaN, ``ord`` below 1, or both ``axis`` and
+        ``output_axis`` are given; when gradients are clipped, without ``params``, or if a leaf has
+        no axis beside those that stack layers.
 
     Notes
     -----
@@ -66,9 +78,17 @@ def agc(
     array([[0.1],
            [0.1]])
     """
-    scope = unit()
+    if axis is not None and output_axis is not None:
+        msg = (
+            f"axis={axis!r} names the axes that one norm covers, and output_axis={output_axis!r} "
+            "the one that it does not; pass one of them"
+        )
+        raise ValueError(msg)
+    scope = unit(output_axis)
     if axis is not None:
         scope = Scope(axes=axis)
+    if stacked is not None:
+        scope = stacked_scope(stacked, scope)
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 

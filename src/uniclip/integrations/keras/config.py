@@ -11,6 +11,7 @@ import keras
 from uniclip._errors import set_frozen_fields
 from uniclip.compose import Chain, Masked
 from uniclip.rule import BaseRule, Rule
+from uniclip.scopes import Axes, Stacked
 
 
 def with_output_axis_last(rule: BaseRule) -> BaseRule:
@@ -22,12 +23,18 @@ def with_output_axis_last(rule: BaseRule) -> BaseRule:
     if not (isinstance(rule, Rule) and callable(rule.scope.axes)):
         return rule
 
-    axes = rule.scope.axes
-    scope = replace(rule.scope, axes=lambda ndim, _: axes(ndim, -1))
+    scope = replace(rule.scope, axes=_for_the_last(rule.scope.axes))
     changed = replace(rule, scope=scope)
     # Errors print the rule as the call that made it.
     set_frozen_fields(changed, origin=rule.origin)
     return changed
+
+
+def _for_the_last(axes: Axes) -> Axes:
+    """Return the axes of a scope for leaves whose output axis is the last."""
+    if isinstance(axes, Stacked):
+        return replace(axes, axes=_for_the_last(axes.axes))
+    return (lambda ndim, _: axes(ndim, -1)) if callable(axes) else axes
 
 
 def serialize_registered(part: object) -> dict[str, Any]:
