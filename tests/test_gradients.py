@@ -391,6 +391,28 @@ def test_steps(way: Framework) -> None:
                     )
 
 
+@pytest.mark.needs("jax", "torch")
+@pytest.mark.parametrize("size", [1e-20, 1e-12, 1e12, 1e25])
+@pytest.mark.parametrize("name", ["hard", "normalize", "soft", "smooth", "tanh"])
+def test_derivatives_of_any_size(name: str, size: float) -> None:
+    """Float32 derivatives of norms whose squares leave the range are those of float64, in JAX.
+
+    The order of compilation and differentiation does not matter.
+    """
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    rule = uc.by_global_norm(0.5 * size, curve=getattr(uc.curves, name))
+    clip = lambda x: uc.clip([x], rule)[0][0]
+    point = np.asarray([3.0, -4.0]) * size
+    wanted = torch.autograd.functional.jacobian(clip, torch.from_numpy(point)).numpy()
+    x = jnp.asarray(point, "float32")
+    first, last = jax.jit(jax.jacrev(clip)), jax.jacrev(jax.jit(clip))
+    for way in (jax.jacrev(clip), jax.jacfwd(clip), first, last):
+        np.testing.assert_allclose(way(x), wanted, rtol=1e-5, atol=1e-6)
+
+
 # Transformations
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from uniclip._core.limiting import NUMBERS, raise_if_numpy
@@ -17,10 +18,14 @@ from uniclip._errors import summarize
 from uniclip._types import Factors, Flags, Limits, Namespace, Norms
 from uniclip.backends.arrays import broadcasts
 from uniclip.backends.base import TRACED, cast
-from uniclip.curves import RejectAbove, hard, never_amplifies
+from uniclip.curves import RejectAbove, hard, never_amplifies, normalize, smooth, soft, tanh
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
+
+
+_QUOTIENTS = {normalize, smooth, soft, tanh}
+"""Curves of uniclip that divide by the norm or the limit, beside `hard`."""
 
 
 def compute_factors(
@@ -144,9 +149,12 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
     curve: Any = rule.curve
     # PyTorch 2.11 and 2.12 do not compile a call of an object that is made in compiled code, but do
     # compile its `__call__`. That of a function, which most curves are, no compiler knows.
-    call = curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve
+    call = partial(curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve, xp)
+    # The derivatives of a quotient may leave the range of its values' dtype.
+    if math_.mode == TRACED and curve in _QUOTIENTS:
+        call = math_.backend.fast_values(curve, curve)
     try:
-        factors = call(xp, norms, limits)
+        factors = call(norms, limits)
     except (TypeError, AttributeError, RuntimeError) as error:
         raise_if_numpy(plan, curve, error)
         raise

@@ -191,6 +191,16 @@ def _float64_is_whole() -> bool:
     return jax.default_backend() != "tpu"
 
 
+def _allow_float64() -> AbstractContextManager[Any]:
+    """Return a context in which arrays can be float64, where sums can be."""
+    return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
+
+
+def _widened(array: jax.Array) -> jax.Array:
+    """Return an array in float64, where sums can be."""
+    return array.astype(jnp.float64) if _float64_is_whole() else array
+
+
 @cache
 def _first_device() -> jax.Device:
     """Return the device that JAX uses by default."""
@@ -457,8 +467,13 @@ def _fast_values(
     def derivative(
         primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        _, tangent = jax.jvp(partial(guarded, namespace), primals, tangents)
-        return function(*primals), tangent
+        # JAX' derivative of a quotient has the square of the divisor, which leaves the range of
+        # float32.
+        with _allow_float64():
+            wide = [tuple(map(_widened, arrays)) for arrays in (primals, tangents)]
+            _, tangent = jax.jvp(partial(guarded, namespace), *wide)
+            value = function(*primals)
+            return value, tangent.astype(value.dtype)
 
     function.defjvp(derivative)
     return jax.jit(function, inline=True)
@@ -521,8 +536,10 @@ def _derivative_in_float64(
     axes: Axes, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the derivative in float64, where no unit is needed."""
-    array, tangent = [x.astype(jnp.float64) for x in (*primals, *tangents)]
-    return _sum_in_units(axes, *primals), jnp.sum(2 * array * tangent, axis=axes)
+    # Code that is compiled already may be differentiated where float64 is not allowed.
+    with _allow_float64():
+        array, tangent = map(_widened, (*primals, *tangents))
+        return _sum_in_units(axes, *primals), jnp.sum(2 * array * tangent, axis=axes)
 
 
 _sum_in_units.defjvp(_derivative_in_float64)
@@ -547,7 +564,7 @@ class _JAX(Backend[jax.Array]):
         return TRACED if _makes_tracers() else super().mode(leaf_info, inputs)
 
     def allow_float64(self) -> AbstractContextManager[Any]:
-        return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
+        return _allow_float64()
 
     def as_numpy(self, array: jax.Array) -> View | None:
         if not self.readable(array):
