@@ -110,6 +110,12 @@ def number(name: str, value: Any, wanted: str = "a number") -> float:
         return value
 
     is_number = isinstance(value, (Real, Decimal)) or _is_single(value)
+    backend = None if is_number else backend_of(value)
+    if backend is not None and backend.traced(value):
+        wanted = (
+            f"{wanted} that is known when the code is compiled (only numbers that a step computes "
+            "with, such as max_norm, ratio and z, may be arrays of the program)"
+        )
     check(name, value, is_number and not isinstance(value, bool), wanted)
     try:
         if isinstance(value, Integral) and abs(int(value)) <= _EXACT:

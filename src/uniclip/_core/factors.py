@@ -149,7 +149,7 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
     curve: Any = rule.curve
     # PyTorch 2.11 and 2.12 do not compile a call of an object that is made in compiled code, but do
     # compile its `__call__`. That of a function, which most curves are, no compiler knows.
-    call = partial(curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve, xp)
+    call: Any = partial(curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve, xp)
     # The derivatives of a quotient may leave the range of its values' dtype.
     if math_.mode == TRACED and curve in _QUOTIENTS:
         call = math_.backend.fast_values(curve, curve)

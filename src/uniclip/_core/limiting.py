@@ -40,7 +40,9 @@ def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     states = []
     for number in range(len(plan.blocks)):
         context = Context(plan.math.library, plan.blocks, zeros, number)
-        states.append(rule.limit.init(context.norms, context))
+        state = rule.limit.init(context.norms, context)
+        _check_arrays(rule, plan, state)
+        states.append(state)
     return states[0] if len(states) == 1 else tuple(states)
 
 
@@ -169,8 +171,12 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
 
 def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any) -> Any:
     """Return the next state of a block as detached arrays of the library."""
-    # The norm of an absent group is 0, from which its state must not learn: it keeps its old rows.
     math_ = plan.math
+    # The states of uniclip's own limits keep their shapes.
+    if not rule.limits_checked:
+        _check_shapes(rule, plan, new, old)
+
+    # The norm of an absent group is 0, from which its state must not learn: it keeps its old rows.
     absent = find_absent(plan, context.absent, context.present)
     if absent is not None and isinstance(rule.limit, PerGroup):
         rows = []
@@ -347,6 +353,36 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
 
     if built_in:
         _check_rows(rule, plan, states)
+
+
+def _check_arrays(rule: Choices, plan: Plan, state: Any) -> None:
+    """Raise if a limit has other objects in its state than arrays of numbers or flags."""
+    for leaf in optree.tree_leaves(state):
+        is_flag = "bool" in str(getattr(leaf, "dtype", ""))
+        if not (is_flag or isinstance(leaf, NUMPY) or plan.math.library.is_array(leaf)):
+            msg = (
+                f"the state of {summarize(rule.limit)} must be a tree of arrays of numbers, got "
+                f"{summarize(leaf)}; for a number return norms * 0 + number, for a random key the "
+                "integers that it consists of"
+            )
+            raise TypeError(msg)
+
+
+def _check_shapes(rule: Choices, plan: Plan, new: Any, old: Any) -> None:
+    """Raise if a limit returns a state of another structure or of other shapes than it got."""
+    _check_arrays(rule, plan, new)
+    leaves, structure = optree.tree_flatten(new)
+    old_leaves, old_structure = optree.tree_flatten(old)
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    old_shapes = [tuple(leaf.shape) for leaf in old_leaves]
+    if structure == old_structure and shapes == old_shapes:
+        return
+    msg = (
+        f"{summarize(rule.limit)} got a state with arrays of shapes {old_shapes}, and returned one "
+        f"with {shapes}; a state must keep its shapes, which compiled code and saved states need, "
+        "so give the arrays their full size in init"
+    )
+    raise ValueError(msg)
 
 
 def _check_rows(rule: Choices, plan: Plan, states: Sequence[Any]) -> None:

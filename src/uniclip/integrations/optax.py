@@ -16,12 +16,12 @@ from uniclip._errors import check, needs, stable
 from uniclip._types import Path, Tree
 from uniclip.compose import AnyRule, Chain, Masked
 from uniclip.integrations import rule_for_steps
-from uniclip.limits import PerGroup
+from uniclip.limits import NoState, PerGroup
 from uniclip.report import LOGGED, Report
 from uniclip.rule import BaseRule, Rule
 from uniclip.saved import from_dict as state_from_dict
 from uniclip.saved import to_dict as state_to_dict
-from uniclip.scopes import all_leaves
+from uniclip.scopes import all_leaves, each_leaf
 
 with needs("optax", "optax"):
     import jax
@@ -34,7 +34,8 @@ from uniclip.backends.jax import varying
 class ClipState(NamedTuple):
     """The state of a transformation of `to_optax`: the rule's state, and the last step's scalars.
 
-    Structure, shapes and dtypes stay those of ``init``.
+    Structure, shapes and dtypes stay those of ``init``. The structure is the same for every policy
+    of a rule, so that a checkpoint can be loaded after ``nonfinite="skip"`` was added.
 
     Examples
     --------
@@ -43,8 +44,8 @@ class ClipState(NamedTuple):
     >>> from uniclip.integrations.optax import to_optax
     >>> clip = to_optax(uc.by_global_norm(1.0))
     >>> _, state = clip.update(jnp.asarray([3.0, 4.0]), clip.init(jnp.zeros(2)))
-    >>> {name: round(float(value), 3) for name, value in sorted(state.clip.items())}
-    {'clip/factor': 0.2, 'clip/limit': 1.0, 'clip/norm': 5.0, 'clip/share': 1.0}
+    >>> float(state.clip["clip/norm"]), float(state.clip["clip/limit"])
+    (5.0, 1.0)
     """
 
     memory: Tree
@@ -53,6 +54,10 @@ class ClipState(NamedTuple):
     """The state of the inner transformation."""
     clip: dict[str, jax.Array]
     """0-d arrays by the names of `uniclip.Report.scalars`, zeros before the first step."""
+    norms: dict[str, jax.Array]
+    """With ``keep_norms=True`` the norms of all leaves of the last step's gradients, before
+    clipping, by their paths, such as ``"layers/0/w"``; otherwise empty.
+    """
 
 
 _STATE = "the state that init(params) or an earlier update of the same to_optax(rule) returned"
@@ -64,6 +69,7 @@ def to_optax(
     *,
     axis_name: str | tuple[str, ...] | None = None,
     shared: Callable[[Path, Any], bool] | None = None,
+    keep_norms: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a gradient transformation that clips by a rule.
 
@@ -83,6 +89,9 @@ def to_optax(
         ``shared(path, leaf)`` is true for a leaf that is replicated along the axis, while other
         leaves are sharded. Needed if JAX does not know that: in ``jax.pmap``, and in
         ``jax.shard_map`` with ``check_vma=False``.
+    keep_norms : bool, default False
+        Whether the state has the norm of each leaf, for plots:
+        ``optax.tree_utils.tree_get(state, "norms")``.
 
     Returns
     -------
@@ -119,18 +128,26 @@ def to_optax(
     fits = inner is None or isinstance(inner, optax.GradientTransformation)
     check("inner", inner, fits, "an optax.GradientTransformation, such as optax.adam(1e-3)")
     inner = optax.with_extra_args_support(inner or optax.identity())
+    check("keep_norms", keep_norms, isinstance(keep_norms, bool), "True or False")
 
     def init(params: optax.Params) -> ClipState:
         if _is_placeholder(params):
             rule_state, clip = _init_for_any_params(rule)
+            norms = _one_param() if keep_norms else {}
         else:
-            rule_state, clip = _init_for(rule, _zeros_like(params), axis_name)
-        return ClipState(rule_state, inner.init(params), clip)
+            zeros = _zeros_like(params)
+            rule_state, clip = _init_for(rule, zeros, axis_name)
+            norms = dict.fromkeys(_names_of_leaves(zeros), jnp.zeros(())) if keep_norms else {}
+        return ClipState(rule_state, inner.init(params), clip, norms)
 
     def update(
         grads: optax.Updates, state: ClipState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ClipState]:
-        check("state", state, isinstance(state, ClipState), _STATE)
+        fits = isinstance(state, ClipState)
+        # A rule without state returns the state that it gets.
+        if fits and isinstance(rule, Rule) and not rule.stateful:
+            fits = not jax.tree.leaves(state.memory)
+        check("state", state, fits, _STATE)
 
         # Without gradients there is nothing to reduce along an axis.
         axis = axis_name if jax.tree.leaves(grads) else None
@@ -148,8 +165,12 @@ def to_optax(
 
         # A step without gradients has fewer scalars, but the structure must stay.
         clip = state.clip | report.scalars()
-        rule_state, clip = _keep_dtypes(state, rule_state, clip)
-        return updates, ClipState(rule_state, inner_state, clip)
+        norms = state.norms
+        if keep_norms:
+            _, _, of_leaves = _LEAF_NORMS.update(grads, NoState(), None, axis, shared=shared)
+            norms = norms | _by_name(of_leaves.norms)
+        rule_state, clip, norms = _keep_dtypes(state, rule_state, clip, norms)
+        return updates, ClipState(rule_state, inner_state, clip, norms)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -175,20 +196,35 @@ def _init_for(
 
 
 def _keep_dtypes(
-    state: ClipState, rule_state: Tree, clip: dict[str, jax.Array]
-) -> tuple[Tree, dict[str, jax.Array]]:
-    """Return a new state of the rule, and scalars, in the dtypes of an earlier state.
+    state: ClipState, rule_state: Tree, clip: dict[str, jax.Array], norms: dict[str, jax.Array]
+) -> tuple[Tree, dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return a new state of the rule, scalars, and norms in the dtypes of an earlier state.
 
     Loops and compiled steps need the dtypes of ``init``.
     """
-    new = (rule_state, clip)
-    old = (state.memory, state.clip)
+    new = (rule_state, clip, norms)
+    old = (state.memory, state.clip, state.norms)
     check("state", state, jax.tree.structure(new) == jax.tree.structure(old), _STATE)
 
-    result: tuple[Tree, dict[str, jax.Array]] = jax.tree.map(
+    result: tuple[Tree, dict[str, jax.Array], dict[str, jax.Array]] = jax.tree.map(
         lambda new_leaf, old_leaf: jnp.asarray(new_leaf, old_leaf.dtype), new, old
     )
     return result
+
+
+_LEAF_NORMS = Rule(math.inf, scope=each_leaf)
+"""A rule that changes nothing, whose report has the norm of each leaf."""
+
+
+def _names_of_leaves(tree: Tree) -> list[str]:
+    """Return the path of each leaf, with slashes between its keys."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+def _by_name(norms: Tree) -> dict[str, jax.Array]:
+    """Return the norms of leaves by their paths."""
+    return dict(zip(_names_of_leaves(norms), jax.tree.leaves(norms), strict=True))
 
 
 def scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -204,10 +240,10 @@ def scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
     -------
     dict of str to 0-d array
         As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``,
-        ``"clip/share"``, and for a rule that may skip a step ``"clip/skipped"``; empty for a rule
-        that measures no norm. With several clip states the names of the first end with ``"/0"``,
-        and so on, in the order of the tree; nested clip states come last. Nothing is read from the
-        device.
+        ``"clip/share"``, and ``"clip/skipped"``, which is 0 for a rule that skips no step; empty
+        for a rule that measures no norm. With several clip states the names of the first end with
+        ``"/0"``, and so on, in the order of the tree; nested clip states come last. Nothing is read
+        from the device.
 
     Raises
     ------
@@ -222,8 +258,8 @@ def scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
     >>> optimizer = optax.chain(to_optax(uc.by_global_norm(1.0)), optax.adam(0.1))
     >>> grads = jnp.asarray([3.0, 4.0])
     >>> _, state = optimizer.update(grads, optimizer.init(grads))
-    >>> {name: round(float(value), 2) for name, value in scalars(state).items()}
-    {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 1.0}
+    >>> {name.removeprefix("clip/"): float(value) for name, value in scalars(state).items()}
+    {'norm': 5.0, 'limit': 1.0, 'factor': 0.20000000298023224, 'share': 1.0, 'skipped': 0.0}
     """
     named_scalars = {}
     states = _clip_states(opt_state)
@@ -378,8 +414,8 @@ def _is_variable(node: Tree) -> bool:
 
 def _names_in(report: Report) -> list[str]:
     """Return the names of the scalars of reports like this one, which may lack gradients."""
-    # A report without gradients has these fields, but no scalars.
-    optional = {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
+    # A report without gradients has this field, but no scalars.
+    optional = {"clip/threshold": report.thresholds}
     return [name for name in LOGGED if optional.get(name, report.finite) is not None]
 
 
@@ -432,8 +468,7 @@ def _state_for_any_params(rule: BaseRule) -> Tree:
 def _names_for_any_params(rule: BaseRule) -> list[str]:
     """Return the names of the scalars of a rule's reports."""
     if isinstance(rule, Masked):
-        # A mask skips only its own leaves, never the step.
-        return [name for name in _names_for_any_params(rule.rule) if name != "clip/skipped"]
+        return _names_for_any_params(rule.rule)
 
     names: set[str] = set()
     if isinstance(rule, Chain):

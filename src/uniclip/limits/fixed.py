@@ -415,6 +415,8 @@ def as_limit(value: Any) -> Limit:
     # Numbers come first, since a compiler cannot evaluate the following for them.
     fits = not callable(value) and not hasattr(value, "stateful")
     hint = " (of a rule, rule.limit)"
+    if callable(value) and not hasattr(value, "limit"):
+        hint = " (of a function of the step, uc.limits.Schedule(function))"
     if isinstance(value, type) and issubclass(value, Limit):
         hint = f" (call the class, {value.__name__}(...))"
     check("max_norm, the limit,", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._errors import Checks, at_least, below_one, check_range, flag, nonnegative, one_of
@@ -47,6 +48,11 @@ class NormsAndLosses(NamedTuple):
 
     The largest float32 where there is none yet, since a loss may be negative.
     """
+
+
+def is_one(factor: object) -> bool:
+    """Return whether a factor is the number 1. In compiled code it may be an array."""
+    return isinstance(factor, Real) and factor == 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,6 +97,9 @@ class ZScore(StatefulLimit):
     @property
     def in_range(self) -> bool:  # type: ignore[override]
         """Whether `LARGEST` keeps limits and thresholds in range: all but huge factors do."""
+        # Compiled code may have the numbers as arrays without values.
+        if not all([isinstance(x, Real) for x in (self.z, self.eps, self.clip_factor)]):
+            return False
         return self.clip_factor == 1 and self.z * (1 + self.eps) < LARGEST
 
     checks: ClassVar[Checks] = {
@@ -107,7 +116,7 @@ class ZScore(StatefulLimit):
         """Validate the parameters."""
         super().__post_init__()
         one_of("target", self.target, get_args(Target))
-        if self.clip_factor != 1 and self.target != "reciprocal":
+        if not is_one(self.clip_factor) and self.target != "reciprocal":
             msg = (
                 f"clip_factor multiplies target='reciprocal' only, got clip_factor="
                 f"{self.clip_factor} and target={self.target!r}; leave it out, or change the target"
@@ -163,7 +172,7 @@ class ZScore(StatefulLimit):
         """Return the target of spikes, and how far above the mean the clipped norm is."""
         if self.target == "mean":
             return mean, 0.0
-        if self.clip_factor == 1:
+        if is_one(self.clip_factor):
             return mean + rise, rise
         target = self.clip_factor * (mean + rise)
         return target, xp.minimum(target - mean, excess)
