@@ -770,11 +770,8 @@ class _JAX(Backend[jax.Array]):
         usual: Callable[[], list[jax.Array]],
         rare: Callable[[], list[jax.Array]],
     ) -> list[jax.Array]:
-        if self.traced(ok):
-            return list(jax.lax.cond(ok, usual, rare))
-
-        # Outside of jit, JAX would compile a conditional at every call, and `rare` reads the
-        # gradients twice more than `usual`: waiting for one flag takes less than either.
+        # JAX would compile a conditional at every call, and `rare` reads the gradients twice more
+        # than `usual`: waiting for one flag takes less than either. Traced code has none.
         return usual() if bool(ok) else rare()
 
     def computation_context(self, first: jax.Array | None = None) -> AbstractContextManager[Any]:

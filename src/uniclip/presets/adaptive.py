@@ -68,6 +68,10 @@ def autoclip(
     -----
     For less than one percent write ``uc.Rule(uc.limits.Percentile(0.5, window))``.
 
+    Compiled code sorts the window in each step, which may take longer than clipping a small model;
+    a smaller ``window`` takes less. The host, where it reads the gradients, finds the percentile
+    without sorting.
+
     The published code keeps a NaN in its history forever, and saves the history in no checkpoint;
     its port to TensorFlow takes the percentile of global norms, but clips each tensor by itself.
 
