@@ -19,7 +19,13 @@ from kit.frameworks import JAX, TensorFlow, Torch
 GLOBAL, BY_NORM, AGC, CHAIN = "by_global_norm", "by_norm", "agc", "chain(agc, by_global_norm)"
 # Of adaptive gradient clipping, as in the paper, timm and optax.
 RATIO, EPS = 0.01, 1e-3
-SIZES = {(32, 32): "32x32", (128, 128): "128x128", (16,): "16"}
+SIZES = {
+    (32, 32): "32x32",
+    (128, 128): "128x128",
+    (256, 256): "256x256",
+    (1024, 1024): "1024x1024",
+    (16,): "16",
+}
 WARM_UP = 100
 """The steps of AdaGC's warmup."""
 BUILDS = 2
@@ -56,9 +62,11 @@ RULES: dict[str, Any] = {
 
 def shapes() -> dict[tuple[str, str], tuple[str, list[tuple[int, ...]]]]:
     """Return the rule and the shapes of the leaves, by framework and title."""
-    square, long, short = SIZES
+    square, long, large, largest, short = SIZES
     wanted = [("jax", rule, count, square) for rule in RULES for count in (10, 100, 400)]
     wanted += [("jax", rule, 50, long) for rule in (GLOBAL, BY_NORM, "zclip", "adagc", AGC)]
+    wanted += [("jax", rule, count, large) for rule in (GLOBAL, BY_NORM) for count in (10, 100)]
+    wanted += [("jax", rule, 8, largest) for rule in (GLOBAL, BY_NORM)]
     wanted += [("jax", GLOBAL, 1000, short)]
     wanted += [
         ("tensorflow", rule, count, square) for rule in (GLOBAL, "zclip") for count in (10, 300)

@@ -581,16 +581,17 @@ _JOINED_AT_ONCE = 32
 
 
 def _computed_once(backend: Backend, arrays: list[Any]) -> list[Any]:
-    """Return the norms or factors of many blocks of one norm joined in compiled code.
+    """Return the norms or factors of many blocks joined in compiled code.
 
     XLA copies all operations before a number into each operation that uses it. A reduction of
     hundreds of numbers would then take most of the time to compile.
     """
-    if len(arrays) == 1 or not all([backend.traced(x) and x.shape == (1,) for x in arrays]):
+    if len(arrays) == 1 or not all(map(backend.traced, arrays)):
         return arrays
+    vectors = [backend.xp.reshape(array, (-1,)) for array in arrays]
     parts = []
-    for start in range(0, len(arrays), _JOINED_AT_ONCE):
-        part = backend.xp.concat(arrays[start : start + _JOINED_AT_ONCE])
+    for start in range(0, len(vectors), _JOINED_AT_ONCE):
+        part = backend.xp.concat(vectors[start : start + _JOINED_AT_ONCE])
         parts.append(backend.fence(part))
     return [backend.fence(backend.xp.concat(parts))]
 
@@ -613,5 +614,8 @@ def _share_changed(backend: Backend, factors: list[Any]) -> Any:
     changed = [xp.astype(xp.not_equal(factor, 1.0), factor.dtype) for factor in factors]
     if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
         return _over(backend, xp.mean, changed)
-    ones = [xp.ones_like(factor) for factor in factors]
-    return _over(backend, xp.sum, changed) / _over(backend, xp.sum, ones)
+    total = _over(backend, xp.sum, changed)
+    if all([type(length) is int for factor in factors for length in factor.shape]):
+        return total / sum([math.prod(factor.shape) for factor in factors])
+    # Compiled code may know the lengths only when it runs.
+    return total / _over(backend, xp.sum, [xp.ones_like(factor) for factor in factors])
