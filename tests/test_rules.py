@@ -288,6 +288,12 @@ def test_stacked_layers_are_checked() -> None:
             uc.by_norm(1.0, stacked=wrong)
         with pytest.raises((TypeError, ValueError), match="stacked must be"):
             uc.clip(grads, uc.by_norm(1.0, stacked=lambda path, leaf, wrong=wrong: wrong))
+    with pytest.raises(TypeError, match=r"grads\['scale'\] .* stacked must be a whole number"):
+        uc.clip(grads, uc.by_norm(1.0, stacked=lambda path, leaf: None))
+    with pytest.raises(ValueError, match="those of one layer"):
+        uc.clip({"w": np.ones((3, 2))}, uc.by_norm(1.0, axis=1, stacked=1))
+    with pytest.raises(TypeError, match="output_axis must be a whole number"):
+        uc.agc(output_axis="x")
     with pytest.raises(TypeError, match="scope must be a Scope"):
         uc.scopes.stacked(1, 0)
     with pytest.raises(ValueError, match=r"axis=1 names .* output_axis=0 .* pass one of them"):

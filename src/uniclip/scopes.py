@@ -193,7 +193,11 @@ class Stacked:
             )
             raise ValueError(msg)
 
-        inside = Scope(axes=self.axes).covered(ndim - count, output_axis)
+        try:
+            inside = Scope(axes=self.axes).covered(ndim - count, output_axis)
+        except ValueError as error:
+            msg = f"{error}, those of one layer"
+            raise ValueError(msg) from None
         if inside is None:
             inside = tuple(range(ndim - count))
         return tuple([axis + count for axis in inside])

@@ -18,6 +18,7 @@ import optax.contrib
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
+from jax.experimental import sparse
 
 import uniclip as uc
 from adapters.contract import Adapter, variants
@@ -301,6 +302,15 @@ def test_norms_of_leaves() -> None:
         )
         optax.tree_map_params(optimizer, lambda leaf: leaf, state)
     assert to_optax(uc.zclip()).init(params).norms == {}
+    transform = to_optax(uc.by_global_norm(1.0), keep_norms=True)
+    _, state = transform.update(grads, transform.init(params))
+    _, state = transform.update({**grads, "b": None}, state)
+    assert state.norms["b"] == 0
+    matrix = sparse.BCOO.fromdense(3 * jnp.eye(2))
+    _, state = transform.update({"m": matrix}, transform.init({"m": matrix}))
+    np.testing.assert_allclose(state.norms["m"], 18**0.5, rtol=1e-6)
+    with pytest.raises(ValueError, match="two have the path 'a/b'"):
+        transform.init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}})
     with pytest.raises(TypeError, match="keep_norms must be True or False"):
         to_optax(uc.zclip(), keep_norms=1)
 

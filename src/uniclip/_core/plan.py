@@ -673,9 +673,9 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
 
     try:
         axes = tree.covered(scope, number, len(shape))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         msg = f"{tree.place(number)} of shape {tuple(shape)}: {error}"
-        raise ValueError(msg) from None
+        raise type(error)(msg) from None
 
     if axes and by_entry:
         msg = (

@@ -27,6 +27,7 @@ with needs("optax", "optax"):
     import jax
     import jax.numpy as jnp
     import optax
+    from jax.experimental import sparse
 
 from uniclip.backends.jax import varying
 
@@ -102,12 +103,13 @@ def to_optax(
     Raises
     ------
     TypeError
-        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is
-        not a `ClipState` or has other scalars than the rule, or ``axis_name`` or ``shared`` has
-        another type.
+        If ``rule`` is not a rule, ``inner`` not a transformation, or ``keep_norms`` not a boolean;
+        in ``update``, if the state is not a `ClipState` or has other scalars than the rule, or
+        ``axis_name`` or ``shared`` has another type.
     ValueError
-        In ``update``, if the state belongs to another number of norms. Only the result of `to_dict`
-        also has the leaves or groups of the norms, which `from_dict` compares.
+        In ``init``, with ``keep_norms``, if two leaves have the same path; in ``update``, if the
+        state belongs to another number of norms. Only the result of `to_dict` also has the leaves
+        or groups of the norms, which `from_dict` compares.
 
     Examples
     --------
@@ -137,7 +139,7 @@ def to_optax(
         else:
             zeros = _zeros_like(params)
             rule_state, clip = _init_for(rule, zeros, axis_name)
-            norms = dict.fromkeys(_names_of_leaves(zeros), jnp.zeros(())) if keep_norms else {}
+            norms = _zero_norms(zeros) if keep_norms else {}
         return ClipState(rule_state, inner.init(params), clip, norms)
 
     def update(
@@ -168,7 +170,8 @@ def to_optax(
         norms = state.norms
         if keep_norms:
             _, _, of_leaves = _LEAF_NORMS.update(grads, NoState(), None, axis, shared=shared)
-            norms = norms | _by_name(of_leaves.norms)
+            # The norm of an absent gradient is 0.
+            norms = dict.fromkeys(norms, jnp.zeros(())) | _by_name(of_leaves.norms)
         rule_state, clip, norms = _keep_dtypes(state, rule_state, clip, norms)
         return updates, ClipState(rule_state, inner_state, clip, norms)
 
@@ -216,10 +219,28 @@ _LEAF_NORMS = Rule(math.inf, scope=each_leaf)
 """A rule that changes nothing, whose report has the norm of each leaf."""
 
 
+def _zero_norms(zeros: Tree) -> dict[str, jax.Array]:
+    """Return norms of 0 for leaves, by their paths."""
+    names = _names_of_leaves(zeros)
+    for name in names:
+        if names.count(name) > 1:
+            msg = (
+                f"keep_norms=True needs a path for each leaf, but two have the path {name!r}; "
+                "rename one, or leave out keep_norms"
+            )
+            raise ValueError(msg)
+    return dict.fromkeys(names, jnp.zeros(()))
+
+
 def _names_of_leaves(tree: Tree) -> list[str]:
     """Return the path of each leaf, with slashes between its keys."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_sparse)
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+def _is_sparse(node: Tree) -> bool:
+    """Return whether a node is a sparse matrix, which is one leaf of a rule."""
+    return isinstance(node, sparse.JAXSparse)
 
 
 def _by_name(norms: Tree) -> dict[str, jax.Array]:
