@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._errors import Checks, at_least, below_one, check_range, flag, nonnegative, one_of
@@ -50,9 +49,7 @@ class NormsAndLosses(NamedTuple):
     """
 
 
-def is_one(factor: object) -> bool:
-    """Return whether a factor is the number 1. In compiled code it may be an array."""
-    return isinstance(factor, Real) and factor == 1
+_NUMBERS = (float, int)
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,10 +94,15 @@ class ZScore(StatefulLimit):
     @property
     def in_range(self) -> bool:  # type: ignore[override]
         """Whether `LARGEST` keeps limits and thresholds in range: all but huge factors do."""
-        # Compiled code may have the numbers as arrays without values.
-        if not all([isinstance(x, Real) for x in (self.z, self.eps, self.clip_factor)]):
+        # In compiled code a number may be an array without a value.
+        if self._has_factor or not isinstance(self.z * self.eps, _NUMBERS):
             return False
-        return self.clip_factor == 1 and self.z * (1 + self.eps) < LARGEST
+        return self.z * (1 + self.eps) < LARGEST
+
+    @property
+    def _has_factor(self) -> bool:
+        """Whether the factor is not 1, or an array without a value."""
+        return not (isinstance(self.clip_factor, _NUMBERS) and self.clip_factor == 1)
 
     checks: ClassVar[Checks] = {
         "z": nonnegative,
@@ -116,7 +118,7 @@ class ZScore(StatefulLimit):
         """Validate the parameters."""
         super().__post_init__()
         one_of("target", self.target, get_args(Target))
-        if not is_one(self.clip_factor) and self.target != "reciprocal":
+        if self._has_factor and self.target != "reciprocal":
             msg = (
                 f"clip_factor multiplies target='reciprocal' only, got clip_factor="
                 f"{self.clip_factor} and target={self.target!r}; leave it out, or change the target"
@@ -172,7 +174,7 @@ class ZScore(StatefulLimit):
         """Return the target of spikes, and how far above the mean the clipped norm is."""
         if self.target == "mean":
             return mean, 0.0
-        if is_one(self.clip_factor):
+        if not self._has_factor:
             return mean + rise, rise
         target = self.clip_factor * (mean + rise)
         return target, xp.minimum(target - mean, excess)
