@@ -378,7 +378,7 @@ def _norms_in_units(
     """Return norms measured in units of the largest modulus of each, whose powers stay in range."""
     terms = [_terms(plan, tree, math.inf) for tree in trees]
     tops = _add_terms(plan, trees, terms, exchange)
-    units = [_choose_unit(plan, top) for top in tops]
+    units = [_choose_unit(plan, top, norm.ord) for top in tops]
 
     # The units of all trees lie one after the other, as their norms do.
     count = len(plan.norm_blocks)
@@ -422,13 +422,19 @@ def _sqrt(xp: Namespace, total: Tensor) -> Tensor:
     return xp.sqrt(total)
 
 
-def _choose_unit(plan: Plan, top: Tensor) -> Tensor:
+def _choose_unit(plan: Plan, top: Tensor, p: float) -> Tensor:
     """Return the unit in which a norm is measured, given its largest modulus."""
     xp = np if isinstance(top, NUMPY) else plan.math.library.xp
+    usual = xp.logical_not(top > 0)
+    # The unit 1 rounds as sums without a unit do. These are in range for up to 2³⁰ elements.
+    if p == 2:
+        least, most = (1e-138, 1e149) if plan.math.double else (1e-12, 1e14)
+        usual = usual | ((top > least) & (top < most))
+
     # Between these bounds the reciprocal, by which compilers multiply, is a normal number. The unit
     # of zeros is 1: with a tiny one, their second derivative would overflow.
     low, high = (2.3e-308, 4e307) if plan.math.double else (1.2e-38, 8e37)
-    unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
+    unit = xp.where(usual, xp.ones_like(top), xp.clip(top, low, high))
     # The norm does not depend on its unit, so neither does its derivative.
     return unit if xp is np else plan.math.library.detach(unit)
 
