@@ -151,7 +151,7 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
     # compile its `__call__`. That of a function, which most curves are, no compiler knows.
     call: Any = partial(curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve, xp)
     # The derivatives of a quotient may leave the range of its values' dtype.
-    if math_.mode == TRACED and any([curve is one for one in _QUOTIENTS]):
+    if math_.mode == TRACED and curve in _QUOTIENTS:
         call = math_.backend.fast_values(curve, curve)
     try:
         factors = call(norms, limits)
