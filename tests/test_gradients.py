@@ -394,6 +394,7 @@ def test_steps(way: Framework) -> None:
 @pytest.mark.needs("jax", "torch")
 @pytest.mark.parametrize("size", [1e-20, 1e-12, 1e12, 1e25])
 @pytest.mark.parametrize("name", ["hard", "normalize", "soft", "smooth", "tanh"])
+@pytest.mark.usefixtures("_quickly")
 def test_derivatives_of_any_size(name: str, size: float) -> None:
     """Float32 derivatives of norms whose squares leave the range are those of float64, in JAX.
 

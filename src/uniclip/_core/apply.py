@@ -94,15 +94,15 @@ def sum_examples(
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
     of_library = list(map(plan.math.to_library, factors))
     products = plan.products(tree, present, of_library, zero=rule.zeroes)
-    scaled = backend.scale(products._replace(arrays=wide, in_place=False))
+    sums = backend.sum_products(products._replace(arrays=wide, in_place=False))
 
     leaves: list[Any] = [None] * len(tree.leaves)
-    for number, product in zip(present, scaled, strict=True):
+    for number, wide_total in zip(present, sums, strict=True):
         leaf = tree.leaves[number]
         dtype = leaf.dtype
         if xp.isdtype(dtype, "integral"):
             dtype = tree.arrays[number].dtype
-        total = cast(xp, xp.sum(product, axis=0), dtype)
+        total = cast(xp, wide_total, dtype)
         # Each process may hold only some examples of a distributed leaf.
         shard = tree.shard(number)
         if shard is not None:

@@ -9,9 +9,9 @@ file: `uniclip.backends.arrays.Standard` is its backend. The backend of another 
   `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
   `computation_context`, `allow_float64`, `debug_infs`);
 - *may* override hooks for speed and for changes in place (`one_norm`, `scale_all`,
-  `clip_at_once`, `sums`, `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`,
-  `write`), for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in
-  several processes (`reducer`, `replicas`, `rank`);
+  `clip_at_once`, `sums`, `norms`, `pieces`, `scale`, `sum_products`, `multiply`, `bound`,
+  `unstack`, `storage`, `write`), for constants on a device (`constant`), for CUDA graphs
+  (`captured`), and for shards in several processes (`reducer`, `replicas`, `rank`);
 - *may* override hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`,
   `fence`, `cond`).
 """
@@ -621,6 +621,10 @@ class Backend(Generic[A]):
         return self.multiply(
             products.arrays, factors, in_place=products.in_place, zero=products.zero
         )
+
+    def sum_products(self, products: Products) -> list[A]:
+        """Return each array multiplied by its factors and summed over its first axis."""
+        return [self.xp.sum(product, axis=0) for product in self.scale(products)]
 
     def multiply(
         self, arrays: list[A], factors: Sequence[Any], *, in_place: bool, zero: bool

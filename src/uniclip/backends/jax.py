@@ -40,6 +40,7 @@ from uniclip.backends.base import (
     LeafInfo,
     OneNorm,
     Op,
+    Products,
     Reduce,
     Terms,
     View,
@@ -127,6 +128,19 @@ def _clip(
 
 
 namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip}))
+
+
+def _contract(array: jax.Array, factors: jax.Array, *, zero: bool) -> jax.Array:
+    """Return the sum of the rows of an array, each multiplied by its factor.
+
+    As one contraction, which XLA computes much faster on a CPU than a sum over the first axis.
+    With ``zero``, a factor of 0 turns NaN and ∞ into 0, too.
+    """
+    if zero:
+        array = jnp.where(jnp.equal(factors, 0.0), 0.0, array)
+    # By default the matrix units of GPUs and TPUs round float32 numbers.
+    total = jnp.tensordot(factors.reshape(-1), array, axes=1, precision=jax.lax.Precision.HIGHEST)
+    return await_shared(total)
 
 
 @partial(jax.jit, inline=True)
@@ -635,6 +649,16 @@ class _JAX(Backend[jax.Array]):
     def pieces(self, array: jax.Array, axes: Axes = None) -> Iterable[jax.Array] | None:
         # The compiler fuses the conversion into the sum, and makes no copy.
         return None
+
+    def sum_products(self, products: Products) -> list[jax.Array]:
+        factors = products.factors(self)
+        # A contraction needs a single factor for each row.
+        if any([math.prod(factor.shape[1:]) > 1 for factor in factors]):
+            return super().sum_products(products)
+        sums = []
+        for array, factor in zip(products.arrays, factors, strict=True):
+            sums.append(_contract(array, operand(self, array, factor), zero=products.zero))
+        return sums
 
     def multiply(
         self, arrays: list[jax.Array], factors: Sequence[Any], *, in_place: bool, zero: bool
