@@ -208,7 +208,7 @@ def test_sums_of_examples_are_contractions() -> None:
 @pytest.mark.parametrize(
     ("kind", "size"),
     # Without float64, a second derivative of norms of 1e12 is less than the least float32 number.
-    [("gpu", 1e-12), ("gpu", 1e12), ("tpu", 1e-12)],
+    [("gpu", 1.0), ("gpu", 1e-12), ("gpu", 1e12), ("tpu", 1.0), ("tpu", 1e-12)],
 )
 @pytest.mark.usefixtures("_quickly")
 def test_derivatives_on_each_kind_of_device(

@@ -1029,15 +1029,19 @@ def times(xp: Namespace, array: A, factor: A, zero: bool) -> A:
     With ``zero``, a factor of 0 turns NaN and ∞ into 0, too.
     """
     wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
-    # NaN times 0 is NaN, so the elements become 0 before the product.
     if zero:
-        wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
+        wide = zeroed(xp, wide, factor)
     product = wide * factor
 
     # A product with the complex number 1 can change the sign of a zero.
     if xp.isdtype(wide.dtype, "complex floating"):
         product = xp.where(xp.equal(factor, 1.0), wide, product)
     return cast(xp, product, array.dtype)
+
+
+def zeroed(xp: Namespace, array: A, factor: A) -> A:
+    """Return the array with 0 where the factor is 0: a product with NaN or ∞ would be NaN."""
+    return xp.where(xp.equal(factor, 0.0), 0.0, array)
 
 
 def same(factors: Sequence[Any]) -> bool:

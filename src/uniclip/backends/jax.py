@@ -53,6 +53,7 @@ from uniclip.backends.base import (
     stack_terms,
     sum_dtype,
     take,
+    zeroed,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import (
@@ -137,7 +138,7 @@ def _contract(array: jax.Array, factors: jax.Array, *, zero: bool) -> jax.Array:
     With ``zero``, a factor of 0 turns NaN and ∞ into 0, too.
     """
     if zero:
-        array = jnp.where(jnp.equal(factors, 0.0), 0.0, array)
+        array = zeroed(jnp, array, factors)
     # By default the matrix units of GPUs and TPUs round float32 numbers.
     total = jnp.tensordot(factors.reshape(-1), array, axes=1, precision=jax.lax.Precision.HIGHEST)
     return await_shared(total)

@@ -50,6 +50,7 @@ class NormsAndLosses(NamedTuple):
 
 
 _NUMBERS = (float, int)
+"""The types of a parameter with a value. In compiled code it may be an array without one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +95,6 @@ class ZScore(StatefulLimit):
     @property
     def in_range(self) -> bool:  # type: ignore[override]
         """Whether `LARGEST` keeps limits and thresholds in range: all but huge factors do."""
-        # In compiled code a number may be an array without a value.
         if self._has_factor or not isinstance(self.z * self.eps, _NUMBERS):
             return False
         return self.z * (1 + self.eps) < LARGEST
