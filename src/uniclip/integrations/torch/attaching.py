@@ -17,11 +17,23 @@ from uniclip.clipper import Clipper
 from uniclip.compose import AnyRule
 from uniclip.integrations import check_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizers, as_list, optimizers_of, unwrap
+from uniclip.integrations.torch.engines import Engine, engine_of
+from uniclip.integrations.torch.engines.deepspeed import CheckpointHooks, is_set_by_user
+from uniclip.integrations.torch.engines.optimizer import (
+    EngineOptimizer,
+    NoLimit,
+    ReplacedMethod,
+    check_rule,
+    raise_if_replaced,
+    shared_of,
+)
 from uniclip.integrations.torch.guard import guard_of
 from uniclip.integrations.torch.handle import Attached
 from uniclip.integrations.torch.parameters import Names, Parameters
 from uniclip.integrations.torch.processes import check_shards, raise_if_unnamed
 from uniclip.integrations.torch.state import saves_state
+
+from uniclip.rule import BaseRule
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +189,18 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
 
     So it does not warn that the optimizer may leave the state out, unless ``warns`` is true.
     """
+    engine = engine_of(optimizer, names)
+    if engine is not None:
+        if all_reduce is not None or shared is not None:
+            msg = (
+                f"{type(engine.optimizer).__qualname__} knows which processes have the other parts "
+                "of its parameters; leave all_reduce= and shared= out"
+            )
+            raise ValueError(msg)
+        # An engine saves the state of the rule, its optimizer alone does not.
+        options = {"resume": resume, "warns": warns and engine.engine is None}
+        return _attach_inside(engine, rule_for_steps(rule), record, names, options)
+
     optimizers = optimizers_of(optimizer, rule)
     rule = rule_for_steps(rule)
     check_shared(all_reduce, shared)
@@ -210,6 +234,31 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
     handle = Attached(optimizers, clipper, all_reduce, shared, params)
     for wrapper in as_list(optimizer):
         _renew_kept_step(wrapper)
+    return handle
+
+
+def _attach_inside(
+    engine: Engine,
+    rule: BaseRule,
+    record: Recorder | None,
+    names: Names | None,
+    options: dict[str, bool],
+) -> Attached:
+    """Attach a rule inside of an engine, which knows the names of parameters and its processes."""
+    source = engine.source
+    if source is None:
+        # The optimizer has whole parameters.
+        model = engine.engine.module if names is None else names
+        handle = attach_unsaved(engine.optimizer, rule, record=record, names=model, **options)
+    else:
+        raise_if_replaced(source)
+        check_rule(source, rule)
+        optimizer = EngineOptimizer(source)
+        handle = attach_unsaved(optimizer, rule, source.group, shared_of(source), record, **options)
+        handle.add_hook(ReplacedMethod(source, optimizer, rule))
+    handle.add_hook(NoLimit(engine.limits, is_set_by_user=is_set_by_user(engine.engine)))
+    if engine.engine is not None and rule.stateful:
+        handle.add_hook(CheckpointHooks(engine.engine, handle))
     return handle
 
 

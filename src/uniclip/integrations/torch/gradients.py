@@ -19,6 +19,7 @@ from uniclip.clipper import Clipper
 from uniclip.compose import rules_with_norms
 from uniclip.integrations import looks_at
 from uniclip.integrations.torch.checks import can_skip, moves_nothing
+from uniclip.integrations.torch.engines import raise_if_inside
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.parameters import Parameters
 from uniclip.integrations.torch.processes import (
@@ -63,7 +64,7 @@ class GradientClipping:
         self._reads_infinity = not policies.isdisjoint({"raise", "zero"})
         """Whether the rule does more with an infinity than to keep its state."""
         self._has_looked = False
-        """Whether a step has looked for gradients in ``main_grad``."""
+        """Whether a step has looked for an engine, and for gradients in ``main_grad``."""
         self._has_warned = False
         """Whether a step without gradients has warned."""
 
@@ -103,7 +104,7 @@ class GradientClipping:
             return None
 
         if not self._has_looked:
-            self._look_for_main_grads(params)
+            self._look_once(optimizer, params)
         self.skip.flag = None
         skipped = taken[1]
         return skipped is not False and self._decide_skip(optimizer, skipped, None)
@@ -123,7 +124,7 @@ class GradientClipping:
         all_reduce = follow_reference(self._all_reduce)
         device = params[0].device if params else None
         if not self._has_looked:
-            self._look_for_main_grads(params)
+            self._look_once(optimizer, params)
 
         # A process without any gradient takes part, too, or the others would wait.
         of_step = whole_loss(loss)
@@ -164,9 +165,12 @@ class GradientClipping:
         sends_once = type(self.rule) is Rule and self._all_reduce is None
         return not (sends_once and reduced_everywhere(params))
 
-    def _look_for_main_grads(self, params: Sequence[torch.Tensor]) -> None:
-        """Warn if parameters have their gradients in ``main_grad``, as those of Megatron do."""
+    def _look_once(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+        """Raise at the first step if an engine takes it; warn if parameters have their gradients in
+        ``main_grad``, as those of Megatron do.
+        """
         self._has_looked = True
+        raise_if_inside(optimizer)
         has_other = [p.grad is None and getattr(p, "main_grad", None) is not None for p in params]
         if any(has_other):
             self._has_warned = True

@@ -8,7 +8,7 @@ order. `guard` raises an error for steps that go past it. `parameters` has the n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 from uniclip._core.collectives import AllReduce, Shared
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     import torch
 
     from uniclip.insight import Recorder
+
+
+class Removable(Protocol):
+    """A hook of an optimizer or an engine."""
+
+    def remove(self) -> None:
+        """Restore what was there before."""
 
 
 class Attached:
@@ -74,9 +81,13 @@ class Attached:
             ReplacedStep(optimizer, self._steps, is_joint=params.is_joint)
             for optimizer in optimizers
         ]
-        self._hooks = self._state.add_hooks(optimizers)
+        self._hooks: list[Removable] = [*self._state.add_hooks(optimizers)]
         if self.record is not None:
             self.record.holder = ref(self._steps)
+
+    def add_hook(self, hook: Removable) -> None:
+        """Have `remove` remove a hook, too."""
+        self._hooks.append(hook)
 
     def _check_functions(self) -> None:
         """Check the functions in the rule that get paths."""

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: MIT
+"""The gradients inside of an engine, at the moment when its step begins."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+Limit: TypeAlias = tuple[Any, str]
+"""An object and its attribute that has the limit of an engine's own clipping, 0 for none."""
+
+
+class Part(NamedTuple):
+    """What a process has of one parameter: consecutive elements of its flat form."""
+
+    name: Any
+    """Its name in the model; a number if the engine knows none."""
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+    values: torch.Tensor
+    """The weights that the engine updates, as a vector; empty if the process has none."""
+    holders: int = 1
+    """How many processes of the group have the same elements."""
+
+    def leaf(self, *, is_whole: bool) -> torch.Tensor:
+        """Return the values in the shape of the parameter, or with as many axes if they are a part
+        of it: a mask may ask for ``ndim``.
+        """
+        if is_whole:
+            return self.values.view(self.shape)
+        return self.values.view([1] * (len(self.shape) - 1) + [-1])
+
+
+class Source:
+    """An optimizer of an engine: its parts of parameters, and their gradients."""
+
+    stepped: Any
+    """The object whose method is replaced."""
+    method = "step"
+    """The name of the method that runs after all gradients are there, and updates everything."""
+    group: Any = None
+    """The processes with the other parts of the parameters, ``None`` if each has whole ones."""
+    limits: tuple[Limit, ...] = ()
+    """Where the engine has the limits of its own clipping."""
+    groups: list[list[Part]]
+    """The parts of this process by parameter group, with the same names in all processes."""
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return the unscaled gradients of all parts as float32 vectors, which the engine uses."""
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Undo what `take` changed, such as the loss scale."""
+
+    def has_overflowed(self) -> bool:
+        """Return whether the engine will skip this step itself."""
+        return False
+
+    def skip(self) -> Any:
+        """Do what the engine does in a step that it skips, and return what that step returns."""
+        return None
+
+
+def raise_if_set(optimizer: Any, refused: dict[str, str]) -> None:
+    """Raise if an optimizer has an option with which its gradients lie elsewhere.
+
+    ``refused`` maps attributes to descriptions.
+    """
+    for attribute, what in refused.items():
+        if getattr(optimizer, attribute, False):
+            msg = f"uniclip can't clip inside of {type(optimizer).__qualname__} with {what}"
+            raise ValueError(msg)
