@@ -29,7 +29,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "skip": lambda: uc.by_global_norm(0.3, skip_above=8.0),
     "groups": lambda: uc.by_group_norm({"0": 0.05, "2": 0.2, "4": 0.1}, lambda path, _: path[1][0]),
     "leaf": lambda: uc.by_norm(0.05),
-    "agc": lambda: uc.agc(0.02),
+    "adagc": lambda: uc.adagc(warmup=2),
 }
 ZERO = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
 MEGATRON = [
