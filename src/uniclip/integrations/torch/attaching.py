@@ -17,23 +17,12 @@ from uniclip.clipper import Clipper
 from uniclip.compose import AnyRule
 from uniclip.integrations import check_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizers, as_list, optimizers_of, unwrap
-from uniclip.integrations.torch.engines import Engine, engine_of
-from uniclip.integrations.torch.engines.deepspeed import CheckpointHooks, is_set_by_user
-from uniclip.integrations.torch.engines.optimizer import (
-    EngineOptimizer,
-    NoLimit,
-    ReplacedMethod,
-    check_rule,
-    raise_if_replaced,
-    shared_of,
-)
+from uniclip.integrations.torch.engines import engine_of
 from uniclip.integrations.torch.guard import guard_of
 from uniclip.integrations.torch.handle import Attached
 from uniclip.integrations.torch.parameters import Names, Parameters
 from uniclip.integrations.torch.processes import check_shards, raise_if_unnamed
 from uniclip.integrations.torch.state import saves_state
-
-from uniclip.rule import BaseRule
 
 if TYPE_CHECKING:
     import torch
@@ -189,20 +178,15 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
 
     So it does not warn that the optimizer may leave the state out, unless ``warns`` is true.
     """
+    rule_of_steps = rule_for_steps(rule)
     engine = engine_of(optimizer, names)
     if engine is not None:
-        if all_reduce is not None or shared is not None:
-            msg = (
-                f"{type(engine.optimizer).__qualname__} knows which processes have the other parts "
-                "of its parameters; leave all_reduce= and shared= out"
-            )
-            raise ValueError(msg)
-        # An engine saves the state of the rule, its optimizer alone does not.
-        options = {"resume": resume, "warns": warns and engine.engine is None}
-        return _attach_inside(engine, rule_for_steps(rule), record, names, options)
+        engine.check(rule_of_steps, reduces=all_reduce is not None or shared is not None)
+        optimizer, names = engine.optimizer, engine.names
+        all_reduce, shared = engine.group, engine.shared
 
     optimizers = optimizers_of(optimizer, rule)
-    rule = rule_for_steps(rule)
+    rule = rule_of_steps
     check_shared(all_reduce, shared)
     _raise_if_attached(optimizers)
 
@@ -223,7 +207,7 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
         raise_if_unnamed(rule, groups, params.names)
     check_record(record, all_reduce)
 
-    if warns and rule.stateful and not saves_state(optimizers[0]):
+    if engine is None and warns and rule.stateful and not saves_state(optimizers[0]):
         msg = (
             f"{type(optimizers[0]).__qualname__}.state_dict() is not PyTorch's own, and may leave "
             f"out the state of {summarize(rule)}; save handle.state_dict(), too, and load it by "
@@ -234,31 +218,8 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
     handle = Attached(optimizers, clipper, all_reduce, shared, params)
     for wrapper in as_list(optimizer):
         _renew_kept_step(wrapper)
-    return handle
-
-
-def _attach_inside(
-    engine: Engine,
-    rule: BaseRule,
-    record: Recorder | None,
-    names: Names | None,
-    options: dict[str, bool],
-) -> Attached:
-    """Attach a rule inside of an engine, which knows the names of parameters and its processes."""
-    source = engine.source
-    if source is None:
-        # The optimizer has whole parameters.
-        model = engine.engine.module if names is None else names
-        handle = attach_unsaved(engine.optimizer, rule, record=record, names=model, **options)
-    else:
-        raise_if_replaced(source)
-        check_rule(source, rule)
-        optimizer = EngineOptimizer(source)
-        handle = attach_unsaved(optimizer, rule, source.group, shared_of(source), record, **options)
-        handle.add_hook(ReplacedMethod(source, optimizer, rule))
-    handle.add_hook(NoLimit(engine.limits, is_set_by_user=is_set_by_user(engine.engine)))
-    if engine.engine is not None and rule.stateful:
-        handle.add_hook(CheckpointHooks(engine.engine, handle))
+    if engine is not None:
+        engine.add_hooks(handle, warns=warns)
     return handle
 
 

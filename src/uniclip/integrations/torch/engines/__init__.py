@@ -11,68 +11,134 @@ one that is not known is refused.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from uniclip._errors import summarize
+from uniclip._warnings import warn
+from uniclip.integrations.torch.checks import as_list, unwrap
 from uniclip.integrations.torch.engines import deepspeed
 from uniclip.integrations.torch.engines.megatron import Megatron
-from uniclip.integrations.torch.engines.optimizer import EngineOptimizer
+from uniclip.integrations.torch.engines.optimizer import (
+    EngineOptimizer,
+    NoLimit,
+    ReplacedMethod,
+    check_rule,
+    raise_if_replaced,
+    shared_of,
+    warn_of_limits,
+)
 from uniclip.integrations.torch.engines.source import Limit, Source
+from uniclip.integrations.torch.parameters import names_of
+
+if TYPE_CHECKING:
+    from uniclip.integrations.torch.handle import Attached
+    from uniclip.rule import BaseRule
 
 _PACKAGES = {"deepspeed", "megatron"}
 _OPTIMIZERS = {"deepspeed.DeepSpeedOptimizer", "megatron.MegatronOptimizer"}
 """The base classes of optimizers that step another one inside."""
 
 
-class Engine(NamedTuple):
-    """What a rule is attached to inside of an engine."""
+class Engine:
+    """An engine, and the arguments of `attach` that it knows itself."""
 
-    optimizer: Any
-    """The optimizer inside, whose parameters are whole; or one of the engine."""
-    source: Source | None
-    """The gradients inside of it, ``None`` if it has whole parameters."""
-    limits: tuple[Limit, ...]
-    """Where the engine has the limits of its own clipping."""
-    engine: Any = None
-    """DeepSpeed's engine, if it was passed."""
+    def __init__(
+        self, inside: Any, source: Source | None, limits: tuple[Limit, ...], engine: Any
+    ) -> None:
+        self._inside = inside
+        """The optimizer of the engine."""
+        self._source = source
+        """The gradients in it, ``None`` if it has whole parameters."""
+        self._limits = limits
+        self._engine = engine
+        """DeepSpeed's engine, if it was passed."""
+        self.optimizer = inside if source is None else EngineOptimizer(source)
+        self.group = None if source is None else source.group
+        self.shared = None if source is None else shared_of(source)
+        self.names: Any = None
+        """The names of whole parameters."""
+
+    def check(self, rule: BaseRule, *, reduces: bool) -> None:
+        """Raise if a rule cannot clip inside of the engine. ``reduces`` says whether the user has
+        passed processes to reduce over.
+        """
+        if reduces:
+            msg = (
+                f"{type(self._inside).__qualname__} knows which processes have the other parts of "
+                "its parameters; leave all_reduce= and shared= out"
+            )
+            raise ValueError(msg)
+        if self._source is not None:
+            raise_if_replaced(self._source)
+            check_rule(self._source, rule)
+        is_set_by_user = self._engine is not None and deepspeed.has_limit(self._engine)
+        warn_of_limits(self._limits, is_set_by_user=is_set_by_user)
+
+    def add_hooks(self, handle: Attached, *, warns: bool) -> None:
+        """Have the engine clip in its steps, and save the state of the rule. Without DeepSpeed's
+        engine, which saves it, ``warns`` says whether to warn.
+        """
+        if isinstance(self.optimizer, EngineOptimizer) and self._source is not None:
+            handle.add_hook(ReplacedMethod(self._source, self.optimizer, handle.rule))
+        handle.add_hook(NoLimit(self._limits))
+        if not handle.rule.stateful:
+            return
+        if self._engine is not None:
+            handle.add_hook(deepspeed.CheckpointHooks(self._engine, handle))
+        elif warns:
+            msg = (
+                f"{type(self._inside).__qualname__} doesn't save the state of "
+                f"{summarize(handle.rule)}; save handle.state_dict(), too, and load it by "
+                "handle.load_state_dict(saved), or attach to DeepSpeed's engine"
+            )
+            warn(msg)
 
 
 def engine_of(optimizer: Any, names: Any) -> Engine | None:
-    """Return the engine in an argument of `attach`, ``None`` if there is none."""
+    """Return the engine in an argument of `attach`, ``None`` if there is none.
+
+    Raises
+    ------
+    TypeError
+        If its optimizer is of a class that is not known.
+    ValueError
+        If it is one of several in a list, or divides the model in a way that is not supported.
+    """
     if _PACKAGES.isdisjoint(sys.modules):
         return None
-    inside = optimizer
-    while not _bases(inside):
-        # Accelerate wraps an optimizer of an engine.
-        inside = vars(inside).get("optimizer") if hasattr(inside, "__dict__") else None
-        if inside is None:
-            return None
-
-    bases = _bases(inside)
-    engine = None
-    if "deepspeed.PipelineEngine" in bases:
-        msg = "uniclip can't clip inside of DeepSpeed's PipelineEngine; use its gradient_clipping"
+    several = as_list(optimizer)
+    inside = unwrap(optimizer)
+    if several != [optimizer] and any(_is_of_engine(unwrap(one)) for one in several):
+        msg = "an optimizer of DeepSpeed or Megatron can't be one of a list; attach to it alone"
         raise ValueError(msg)
-    if "deepspeed.DeepSpeedEngine" in bases:
-        engine = inside
-        names = engine.module if names is None else names
-        inside = engine.optimizer
-        bases = _bases(inside)
-        # Without ZeRO, in float32, this is the optimizer that the user made.
-        if not bases:
-            return Engine(inside, None, (deepspeed.limit_of(engine),), engine)
-
-    if _OPTIMIZERS.isdisjoint(bases):
+    if not _is_of_engine(inside):
         return None
-    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or ()
-    names_by_param = {p: name.removeprefix("module.") for name, p in pairs}
+
+    engine = None
+    if "deepspeed.DeepSpeedEngine" in _bases(inside):
+        deepspeed.raise_if_pipeline(inside)
+        engine = inside
+        inside = engine.optimizer
+        names = engine.module if names is None else names
+        # Without ZeRO, in float32, this is the optimizer that the user made.
+        if not _is_of_engine(inside):
+            whole = Engine(inside, None, (deepspeed.limit_of(engine),), engine)
+            whole.names = names
+            return whole
+
+    params = [] if engine is None else list(engine.module.parameters())
+    names_by_id = names_of(names, params)()
     source: Source
-    if "megatron.MegatronOptimizer" in bases:
-        source = Megatron(inside, names_by_param)
+    if "megatron.MegatronOptimizer" in _bases(inside):
+        source = Megatron(inside, names_by_id)
     else:
-        source = deepspeed.source_of(inside, names_by_param)
+        source = deepspeed.source_of(inside, names_by_id)
     return Engine(inside, source, source.limits, engine)
+
+
+def _is_of_engine(candidate: object) -> bool:
+    """Return whether an object is an engine, or an optimizer that steps another one inside."""
+    return not (_OPTIMIZERS | {"deepspeed.DeepSpeedEngine"}).isdisjoint(_bases(candidate))
 
 
 def raise_if_inside(optimizer: Any) -> None:
@@ -85,7 +151,7 @@ def raise_if_inside(optimizer: Any) -> None:
         return
     frame = sys._getframe(1)  # noqa: SLF001 - as the module inspect does
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        caller: Any = frame.f_locals.get("self")
         bases = _bases(caller)
         if bases & _OPTIMIZERS:
             msg = (

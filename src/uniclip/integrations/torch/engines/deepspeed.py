@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uniclip.integrations.torch.engines.source import Part, Source, raise_if_set
+from uniclip.integrations.torch.engines.source import Limit, Part, Source, name_in_model
 
 if TYPE_CHECKING:
     from uniclip.integrations.torch.handle import Attached
@@ -28,10 +28,14 @@ class _Zero(Source):
     """An optimizer of ZeRO, whose step takes one group of parameters after the other."""
 
     def __init__(self, zero: Any) -> None:
-        raise_if_set(zero, _REFUSED)
+        kind = type(zero).__qualname__
+        for attribute, what in _REFUSED.items():
+            if getattr(zero, attribute, False):
+                msg = f"uniclip can't clip inside of DeepSpeed's {kind} with {what}"
+                raise ValueError(msg)
         parallel = getattr(zero, "model_parallel_group", None)
         if parallel is not None and torch.distributed.get_world_size(parallel) > 1:
-            msg = f"uniclip can't clip inside of {type(zero).__qualname__} with tensor parallelism"
+            msg = f"uniclip can't clip inside of DeepSpeed's {kind} with tensor parallelism"
             raise ValueError(msg)
 
         self.stepped = zero
@@ -40,8 +44,8 @@ class _Zero(Source):
         process_groups = {id(group): group for group in self._process_groups()}
         if len(process_groups) > 1:
             msg = (
-                f"uniclip can't clip inside of {type(zero).__qualname__} whose parameters belong "
-                "to several groups of processes, as experts do"
+                f"uniclip can't clip inside of DeepSpeed's {kind} whose parameters belong to "
+                "several groups of processes, as those of experts do"
             )
             raise ValueError(msg)
         [self.group] = process_groups.values()
@@ -231,7 +235,7 @@ class _Bf16(_Zero):
 class _Unfused(Source):
     """``FP16_UnfusedOptimizer``, stage 0 in 16 bits: whole float32 copies, updated by one step."""
 
-    def __init__(self, outer: Any, names: dict[torch.Tensor, str]) -> None:
+    def __init__(self, outer: Any, names: dict[int, str]) -> None:
         self.limits = ((outer, "clip_grad"),)
         self._outer = outer
         # When this one steps, the float32 gradients of all groups are there, unscaled.
@@ -241,7 +245,7 @@ class _Unfused(Source):
         for params, copies in zip(outer.fp16_groups, outer.fp32_groups, strict=True):
             parts = []
             for number, (p, copy) in enumerate(zip(params, copies, strict=True)):
-                name = names.get(p, number)
+                name = name_in_model(names[id(p)]) if id(p) in names else number
                 parts.append(Part(name, tuple(p.shape), copy.detach().view(-1)))
             self.groups.append(parts)
 
@@ -252,7 +256,7 @@ class _Unfused(Source):
         self._outer.overflow = True
 
 
-def source_of(optimizer: Any, names: dict[torch.Tensor, str]) -> Source:
+def source_of(optimizer: Any, names: dict[int, str]) -> Source:
     """Return the gradients inside of an optimizer of DeepSpeed, which is known by its class."""
     kind = type(optimizer).__name__
     sources: dict[str, Callable[[Any], Source]] = {
@@ -271,14 +275,21 @@ def source_of(optimizer: Any, names: dict[torch.Tensor, str]) -> Source:
     raise TypeError(msg)
 
 
-def limit_of(engine: Any) -> tuple[Any, str]:
+def limit_of(engine: Any) -> Limit:
     """Return where an engine without ZeRO, in float32, has the limit of its own clipping."""
     return engine._config, "gradient_clipping"
 
 
-def is_set_by_user(engine: Any) -> bool:
+def has_limit(engine: Any) -> bool:
     """Return whether the config of an engine sets a limit; 1.0 is the default."""
-    return engine is not None and "gradient_clipping" in engine._config._param_dict
+    return "gradient_clipping" in engine._config._param_dict
+
+
+def raise_if_pipeline(engine: Any) -> None:
+    """Raise for an engine whose processes have different layers."""
+    if any(base.__name__ == "PipelineEngine" for base in type(engine).__mro__):
+        msg = "uniclip can't clip inside of DeepSpeed's PipelineEngine; use its gradient_clipping"
+        raise ValueError(msg)
 
 
 class CheckpointHooks:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from uniclip.integrations.torch.engines.source import Part, Source
+from uniclip.integrations.torch.engines.source import Part, Source, name_in_model
 
 _KNOWN = {"FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer"}
 _REFUSED = {
@@ -27,7 +27,7 @@ class Megatron(Source):
 
     method = "step_with_ready_grads"
 
-    def __init__(self, outer: Any, names: dict[torch.Tensor, str]) -> None:
+    def __init__(self, outer: Any, names: dict[int, str]) -> None:
         _check_layout()
         self.stepped = outer
         chained = getattr(outer, "chained_optimizers", [outer])
@@ -54,8 +54,8 @@ class Megatron(Source):
         """Note the parts of some parameters of the model."""
         parts = []
         for number, (p, main) in enumerate(pairs):
-            name = self._names.get(p, number)
-            if name is number and self.group is not None:
+            name = self._names.get(id(p))
+            if name is None and self.group is not None:
                 msg = (
                     "a parameter of Megatron's optimizer has no name; pass the model, as in "
                     "attach(optimizer, rule, names=model)"
@@ -65,7 +65,8 @@ class Megatron(Source):
             # Tensor parallelism repeats a parameter that it does not divide.
             is_divided = getattr(p, "tensor_model_parallel", False) or self.group is None
             holders = 1 if is_divided else torch.distributed.get_world_size(optimizer.tp_group)
-            parts.append(Part(name, tuple(p.shape), values, holders))
+            key = number if name is None else name_in_model(name)
+            parts.append(Part(key, tuple(p.shape), values, holders))
             self._params.append(main)
         self.groups.append(parts)
 
@@ -103,12 +104,12 @@ def _group_of(optimizers: list[Any]) -> Any:
     return of_several[0] or torch.distributed.group.WORLD
 
 
-def _names_in(optimizers: list[Any]) -> dict[torch.Tensor, str]:
+def _names_in(optimizers: list[Any]) -> dict[int, str]:
     """Return the names of the parameters in the models that optimizers know."""
-    names = {}
+    names: dict[int, str] = {}
     for one in optimizers:
         for model in getattr(one, "model_chunks", []):
-            names |= {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+            names |= {id(p): name for name, p in model.named_parameters()}
     return names
 
 
@@ -132,7 +133,7 @@ def _params_of(optimizer: Any) -> list[list[tuple[Any, Any]]]:
         return groups
 
     # A process knows only the parameters with a part there, and the buffers know all.
-    parts = {}
+    parts: dict[Any, Any] = {}
     for models, shards in (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

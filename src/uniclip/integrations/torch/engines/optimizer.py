@@ -92,16 +92,9 @@ class ReplacedMethod:
 class NoLimit:
     """The engine's own clipping, without effect while a rule is attached."""
 
-    def __init__(self, limits: tuple[Limit, ...], *, is_set_by_user: bool) -> None:
+    def __init__(self, limits: tuple[Limit, ...]) -> None:
         self._limits = [(owner, name, getattr(owner, name)) for owner, name in limits]
-        for owner, name, limit in self._limits:
-            if limit and (is_set_by_user or limit != _DEFAULT):
-                msg = (
-                    f"the engine's own clipping to a norm of {limit} is off while a rule is "
-                    "attached; to clip to it as well, write "
-                    f"uc.chain(rule, uc.by_global_norm({limit}))"
-                )
-                warn(msg)
+        for owner, name in limits:
             setattr(owner, name, 0.0)
 
     def remove(self) -> None:
@@ -110,15 +103,28 @@ class NoLimit:
             setattr(owner, name, limit)
 
 
+def warn_of_limits(limits: tuple[Limit, ...], *, is_set_by_user: bool) -> None:
+    """Warn if the user has set a limit of the engine, which is not used."""
+    values = {getattr(owner, name) for owner, name in limits}
+    unused = {limit for limit in values if limit and (is_set_by_user or limit != _DEFAULT)}
+    for limit in sorted(unused):
+        msg = (
+            f"the engine's own clipping to a norm of {limit} is off while a rule is attached; to "
+            f"clip to it as well, write uc.chain(rule, uc.by_global_norm({limit}))"
+        )
+        warn(msg)
+
+
 def raise_if_replaced(source: Source) -> None:
     """Raise if an engine has a rule: gradients would be clipped twice."""
     method = vars(source.stepped).get(source.method)
-    if isinstance(method, ReplacedMethod):
-        msg = (
-            f"this engine is clipped already, by {summarize(method.rule)}; call remove() of that "
-            "handle first"
-        )
-        raise ValueError(msg)
+    if not isinstance(method, ReplacedMethod):
+        return
+    msg = (
+        f"this engine is clipped already, by {summarize(method.rule)}; call remove() of that "
+        "handle first"
+    )
+    raise ValueError(msg)
 
 
 def shared_of(source: Source) -> Shared | None:
@@ -133,13 +139,13 @@ def check_rule(source: Source, rule: BaseRule) -> None:
     """Raise if a rule needs more of a parameter than the part that a process has."""
     if source.group is None:
         return
-    for inner in walk_rules(rule):
-        if isinstance(inner, EachArray) and not isinstance(inner, ByValue):
-            msg = (
-                f"{summarize(rule)} has a function of one gradient, but inside of an engine each "
-                "process has only a part of it, as a vector"
-            )
-            raise ValueError(msg)
+    functions = [inner for inner in walk_rules(rule) if isinstance(inner, EachArray)]
+    if not all(isinstance(inner, ByValue) for inner in functions):
+        msg = (
+            f"{summarize(rule)} has a function of one gradient, but inside of an engine each "
+            "process has only a part of it, as a vector; use a rule of uniclip"
+        )
+        raise ValueError(msg)
     if any(inner.scope.axes is not None for inner in rules_with_norms(rule)):
         msg = (
             f"{summarize(rule)} has norms along axes, but inside of an engine each process has "

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Limit: TypeAlias = tuple[Any, str]
 """An object and its attribute that has the limit of an engine's own clipping, 0 for none."""
@@ -62,12 +63,8 @@ class Source:
         return None
 
 
-def raise_if_set(optimizer: Any, refused: dict[str, str]) -> None:
-    """Raise if an optimizer has an option with which its gradients lie elsewhere.
-
-    ``refused`` maps attributes to descriptions.
-    """
-    for attribute, what in refused.items():
-        if getattr(optimizer, attribute, False):
-            msg = f"uniclip can't clip inside of {type(optimizer).__qualname__} with {what}"
-            raise ValueError(msg)
+def name_in_model(name: str) -> str:
+    """Return a name without the prefixes of wrappers, such as Megatron's for 16 bits."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
