@@ -36,16 +36,19 @@ ADAPTERS = ("keras", "optax", "trainers")
 
 They are Keras, optax with Flax and Equinox, and Lightning with Accelerate and Hugging Face.
 """
-APART = ("types", "libraries", "triton")
+APART = ("types", "libraries", "engines", "triton")
 """Names that ``all`` does not include.
 
 ``types`` takes minutes. ``libraries`` are Stable-Baselines3, TRL and timm, which clip inside.
+``engines`` are DeepSpeed and Megatron.
 ``triton`` runs kernels in Triton's interpreter, which cannot share a process with TensorFlow.
 """
 NEEDS = {
     # With the frameworks installed, mypy takes minutes.
     "typed/test_types.py": {"types"},
     "libraries/test_libraries.py": {"libraries"},
+    "engines/test_engines.py": {"engines"},
+    "engines/test_inside.py": {"engines"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
     "test_processes.py": {"torch"},
