@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed, nn
+
+import uniclip as uc
 from kit.engines import (
     SPIKE,
     STEPS,
@@ -32,9 +35,6 @@ from kit.engines import (
     zero_engine,
     zero_weights,
 )
-from torch import distributed, nn
-
-import uniclip as uc
 from uniclip.integrations.torch import attach
 
 CLOSE = 1e-6
@@ -63,14 +63,14 @@ def check_close(far: float) -> None:
 
 
 def offloaded(rank: int, stage: int) -> None:
-    """The states of the optimizer and the gradients are on the host."""
+    """Offload the states of the optimizer, and with them the gradients."""
     config = zero_config(stage, zero={"offload_optimizer": {"device": "cpu"}})
     for rule in (uc.by_global_norm(0.3, skip_above=8.0), uc.adagc(warmup=2)):
         check_close(train_beside(rank, zero_engine(config), rule)[0])
 
 
 def accumulated(rank: int, stage: int) -> None:
-    """A rule sees the sum over all passes of a step."""
+    """Accumulate: a rule sees the sum over all passes of a step."""
     config = zero_config(stage, gradient_accumulation_steps=2)
     engine = zero_engine(config)
     far, handle, beside = train_beside(rank, engine, uc.zclip(z=1.0, decay=0.5, warmup=2))
@@ -81,23 +81,21 @@ def accumulated(rank: int, stage: int) -> None:
 def summed_in_float32(rank: int) -> None:
     """``BF16_Optimizer`` sums gradients in float32; the one that does not is refused."""
     config = zero_config(1, "bf16", data_types={"grad_accum_dtype": "fp32"})
-    engine = zero_engine(config)
-    assert type(engine.optimizer).__name__ == "BF16_Optimizer"
+    assert type(zero_engine(config).optimizer).__name__ == "BF16_Optimizer"
     for rule in (uc.by_global_norm(0.3, skip_above=8.0), uc.by_norm(0.05)):
-        far, handle, _ = train_beside(rank, engine, rule, steps=0)
-        handle.remove()
         engine = zero_engine(config)
-        far = train_beside(rank, engine, rule, dtype=torch.bfloat16)[0]
+        far, handle, _ = train_beside(rank, engine, rule, dtype=torch.bfloat16)
         check_close(far)
+        handle.remove()
     engine.optimizer.grad_acc_dtype = torch.bfloat16
     attached = message(ValueError, lambda: attach(engine, uc.by_norm(1.0)))
     assert '"grad_accum_dtype": "fp32"' in attached
 
 
 def with_infinity(rank: int, stage: int) -> None:
-    """A NaN of one process skips the step of all: weights, moments and the state stay."""
+    """Give one process a NaN: all skip the step; weights and the state stay."""
     engine = zero_engine(zero_config(stage))
-    rule = uc.zclip(z=1.0, decay=0.5, warmup=1, nonfinite="skip")
+    rule = uc.zclip(z=1.0, decay=0.5, warmup=2, nonfinite="skip")
     handle = attach(engine, rule)
     train(engine, rank, range(2))
     before, state = flat(zero_weights(engine)), handle.numbers()
@@ -116,14 +114,14 @@ def with_infinity(rank: int, stage: int) -> None:
 
 
 def overflow(rank: int, stage: int) -> None:
-    """A step that overflows in 16 bits is the engine's to skip: the rule does not see it."""
+    """Overflow in 16 bits: the engine skips the step, and the rule does not see it."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
     scale = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 1}
     config = zero_config(stage, fp16=scale)
     engine = zero_engine(config)
-    handle = attach(engine, uc.zclip(z=1.0, decay=0.5, warmup=1))
+    handle = attach(engine, uc.zclip(z=1.0, decay=0.5, warmup=2))
     for step in range(2):
         engine.backward(loss_of(engine, step, rank, torch.float16))
         engine.step()
@@ -142,7 +140,7 @@ def overflow(rank: int, stage: int) -> None:
 
 
 def without_gradients(rank: int, stage: int) -> None:
-    """A layer may get no gradients in some steps."""
+    """Give a layer no gradients in some steps."""
 
     def loss(model: Any, step: int, rank: int, dtype: torch.dtype) -> Any:
         inner = model.module
@@ -157,7 +155,7 @@ def without_gradients(rank: int, stage: int) -> None:
 
 
 def mask_by_axes(rank: int, stage: int) -> None:
-    """A mask may ask for the number of axes: a part has as many as the parameter."""
+    """Mask by the number of axes: a part has as many as the parameter."""
     rule = uc.masked(uc.by_global_norm(0.1), lambda path, leaf: leaf.ndim > 1)
     far, handle, beside = train_beside(rank, zero_engine(zero_config(stage)), rule)
     check_close(far)
@@ -165,7 +163,7 @@ def mask_by_axes(rank: int, stage: int) -> None:
 
 
 def refused_rules(rank: int, stage: int) -> None:
-    """What needs whole parameters, or reduces by itself, is refused, and changes nothing."""
+    """Refuse what needs whole parameters, or reduces by itself, and change nothing."""
     engine = zero_engine(zero_config(stage, gradient_clipping=0.7))
     before = dict(vars(engine.optimizer))
     group = distributed.group.WORLD
@@ -190,15 +188,14 @@ def refused_rules(rank: int, stage: int) -> None:
 
 
 def attached_twice(rank: int) -> None:
-    """A second rule is refused; `remove` gives the engine its step and its limit back."""
+    """Refuse a second rule; `remove` gives the engine its step and its limit back."""
     engine = zero_engine(zero_config(2, gradient_clipping=0.7))
     with pytest.warns(UserWarning, match=r"to a norm of 0.7 is off .* uc.by_global_norm\(0.7\)"):
         handle = attach(engine, uc.zclip())
     assert engine.optimizer.clip_grad == 0
     for again in (engine, engine.optimizer):
         words = message(ValueError, partial(attach, again, uc.by_norm(1.0)))
-        assert "clipped already, by zclip" in words
-    assert "DeepSpeedZeroOptimizer" in repr(handle), repr(handle)
+        assert "clipped already, by uc.zclip()" in words
 
     handle.remove()
     assert engine.optimizer.clip_grad == 0.7
@@ -208,7 +205,7 @@ def attached_twice(rank: int) -> None:
 
     # The engine clips by itself again.
     train(engine, rank, range(1))
-    with pytest.warns(UserWarning, match="doesn't save the state of zclip"):
+    with pytest.warns(UserWarning, match=r"doesn't save the state of uc.zclip"):
         attach(engine.optimizer, uc.zclip())
     train(engine, rank, range(1))
 
@@ -228,7 +225,7 @@ def default_limit(rank: int, stage: int) -> None:
 
 
 def attached_inside(rank: int) -> None:
-    """The first step of an optimizer inside of an engine raises, and names what to write."""
+    """Raise in the first step of an optimizer inside of an engine, and name what to write."""
     engine = zero_engine(zero_config(2))
     attach(engine.optimizer.optimizer, uc.by_global_norm(1.0))
     words = message(RuntimeError, lambda: train(engine, rank))
@@ -286,7 +283,7 @@ def refused_engines(rank: int) -> None:
 
 
 def checkpoints(rank: int, stage: int) -> None:
-    """The state of a rule is in the engine's checkpoints, beside what the user puts there."""
+    """Save the state of a rule in the engine's checkpoints, beside what the user puts there."""
     folder = [tempfile.mkdtemp()]
     distributed.broadcast_object_list(folder)
     rule = uc.zclip(z=1.0, decay=0.5, warmup=2)
@@ -323,7 +320,7 @@ def checkpoints(rank: int, stage: int) -> None:
 
 
 def attached_again(rank: int, stage: int) -> None:
-    """A rule that is removed and attached again goes on from its state."""
+    """Attach a rule again: it goes on from its state."""
     through, again = zero_engine(zero_config(stage)), zero_engine(zero_config(stage))
     rule = uc.adagc(warmup=1)
     attach(through, rule)
@@ -357,14 +354,13 @@ def train_megatron(ddp: Any, optimizer: Any, steps: range = range(STEPS)) -> lis
 
 
 def skipped(rank: int, *, sharded: bool) -> None:
-    """A step that the rule skips returns no success, so that a loop does not step its scheduler."""
+    """Skip a step: it returns no success, so that a loop does not step its scheduler."""
     start_megatron()
     ddp, optimizer = megatron_optimizer(net(), sharded=sharded, clip_grad=0.5)
     inner = [one.config for one in getattr(optimizer, "chained_optimizers", [optimizer])]
     with pytest.warns(UserWarning, match="to a norm of 0.5 is off"):
         handle = attach(optimizer, uc.by_global_norm(0.3, skip_above=8.0), names=ddp)
     assert {config.clip_grad for config in inner} == {0}
-    assert "optimizer" in repr(handle).lower()
     successes = [result[0] for result in train_megatron(ddp, optimizer)]
     assert successes == [step != SPIKE for step in range(STEPS)]
     handle.remove()
@@ -391,7 +387,7 @@ def names_of_the_model(rank: int) -> None:
 
 
 def inside_of_megatron(rank: int) -> None:
-    """The first step of an optimizer inside of a chain raises, and names what to write."""
+    """Raise in the first step of an optimizer inside of a chain, and name what to write."""
     start_megatron()
     ddp, optimizer = megatron_optimizer(net(), sharded=True)
     attach(optimizer.chained_optimizers[0].optimizer, uc.by_global_norm(1.0))
@@ -505,5 +501,5 @@ def test_inside(found: dict[str, list[Any]], name: str) -> None:
     """A case holds in both processes."""
     engine, _, case = name.partition("-")
     for of_process in found[engine]:
-        failed = of_process[case]
-        assert not isinstance(failed, Failed), failed
+        if isinstance(of_process[case], Failed):
+            pytest.fail(of_process[case], pytrace=False)

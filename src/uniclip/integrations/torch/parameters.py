@@ -196,8 +196,12 @@ class Parameters:
             # Before the first step a place keeps its name, for a parameter that replaces another.
             is_same = self._sizes[number : number + 1] == [len(params)]
             by_place = names_before[number] if is_same and not held_names else []
+            # A library that puts flat tensors into a group leaves it the names of its parameters.
+            own_names = group.get("param_names", ())
+            if len(own_names) > len(params):
+                own_names = ()
             names = []
-            for p, own, before in zip_longest(params, group.get("param_names", ()), by_place):
+            for p, own, before in zip_longest(params, own_names, by_place):
                 # A parameter of several optimizers belongs to the first group that has it.
                 if id(p) in seen:
                     continue
