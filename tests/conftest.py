@@ -48,7 +48,6 @@ NEEDS = {
     "typed/test_types.py": {"types"},
     "libraries/test_libraries.py": {"libraries"},
     "engines/test_engines.py": {"engines"},
-    "engines/test_inside.py": {"engines"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
     "test_processes.py": {"torch"},
