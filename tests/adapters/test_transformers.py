@@ -509,12 +509,20 @@ def test_refused(tmp_path: Path) -> None:
         pytest.raises(RuntimeError, match="InBackward"),
     ):
         train(tmp_path, BATCHES, callback, make=InBackward)
-    for kind in ("DEEPSPEED", "MEGATRON_LM"):
-        state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
-        with pytest.raises(ValueError, match=kind):
-            callback.on_train_begin(
-                None, None, None, optimizer=SimpleNamespace(accelerator_state=state)
-            )
+    state = SimpleNamespace(distributed_type=SimpleNamespace(value="MEGATRON_LM"))
+    with pytest.raises(ValueError, match="MEGATRON_LM"):
+        callback.on_train_begin(
+            None, None, None, optimizer=SimpleNamespace(accelerator_state=state)
+        )
+
+
+def test_deepspeed_makes_its_own_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that clips itself attaches too early for DeepSpeed, and names the callback."""
+    trainer = Clipping(tmp_path, [tensors(batch) for batch in BATCHES[:3]], rule=uc.by_norm(1.0))
+    state = SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED"))
+    monkeypatch.setattr(trainer, "accelerator", state)
+    with pytest.raises(ValueError, match=r"callback ClipGradients\(rule\)"):
+        trainer.create_optimizer()
 
 
 @pytest.mark.parametrize(

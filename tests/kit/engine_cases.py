@@ -32,7 +32,7 @@ from kit.engines import (
     zero_engine,
     zero_weights,
 )
-from uniclip.integrations.torch import attach
+from uniclip.integrations.torch import attach, check_layout
 
 CLOSE = 1e-6
 RULES: dict[str, Callable[[], Any]] = {
@@ -218,6 +218,9 @@ def refused_rules(rank: int, stage: int) -> None:
         (uc.by_norm(1.0), {"names": nn.Linear(2, 2)}, "none of the parameters"),
     ):
         assert words in message(ValueError, partial(attach, engine, rule, **options))
+    assert "can't look into DeepSpeedZeroOptimizer" in message(
+        ValueError, lambda: check_layout(engine, uc.by_norm(1.0))
+    )
     beside = sgd(net())
     for several in ([engine, beside], [beside, engine.optimizer], {"inside": engine}):
         assert "attach to it alone" in message(ValueError, partial(attach, several, uc.by_norm(1)))

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
     from uniclip.rule import BaseRule
 
-_ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
+_DEEPSPEED = "DEEPSPEED"
+_MEGATRON = "MEGATRON_LM"
 """The types of distributed training that shard gradients into regular tensors."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
@@ -72,8 +73,8 @@ class ClipGradients(TrainerCallback):
     TypeError
         If ``rule`` is neither a rule nor a function of one gradient array.
     ValueError
-        At the start of training: if the optimizer already has a rule; if DeepSpeed or Megatron
-        shards the gradients; if the parameters are shards that look whole (FSDP1), and there is no
+        At the start of training: if the optimizer already has a rule; if Accelerate trains with
+        Megatron; if the parameters are shards that look whole (FSDP1), and there is no
         ``all_reduce``; if the state in the checkpoint belongs to another rule; if the policy is
         ``"zero"``, since the Trainer makes all gradients NaN if one is non-finite.
     RuntimeError
@@ -171,8 +172,11 @@ class ClipGradients(TrainerCallback):
         optimizer = kwargs["optimizer"]
         # Accelerate wraps PyTorch's optimizers only, and returns other objects as they are.
         engine = getattr(optimizer, "accelerator_state", None) or AcceleratorState()
-        _check_engine(engine.distributed_type.value, self.rule)
-        names = names_in(kwargs["model"], optimizer)
+        kind = engine.distributed_type.value
+        _check_engine(kind, self.rule)
+        # The optimizer of DeepSpeed has copies of the parameters.
+        model = kwargs["model"]
+        names = model if kind == _DEEPSPEED else names_in(model, optimizer)
         self.handle = attach_unsaved(
             optimizer,
             self.rule,
@@ -287,7 +291,7 @@ class ClippedTrainer:
     Raises
     ------
     TypeError, ValueError
-        As `ClipGradients`.
+        As `ClipGradients`; also with DeepSpeed, where `ClipGradients` clips.
     RuntimeError
         At the first step, if the optimizer was created without ``create_optimizer``.
 
@@ -332,7 +336,14 @@ class ClippedTrainer:
                 return optimizer
             self.clipping.remove()
 
-        _check_engine(self.accelerator.distributed_type.value, self._rule)
+        kind = self.accelerator.distributed_type.value
+        if kind == _DEEPSPEED:
+            msg = (
+                "ClippedTrainer attaches the rule before DeepSpeed makes its own optimizer; use "
+                "the callback ClipGradients(rule)"
+            )
+            raise ValueError(msg)
+        _check_engine(kind, self._rule)
         # Under FSDP the Trainer passes the wrapped model.
         model = next(iter(args), kwargs.get("model")) or self.model
         names = names_in(model, optimizer)
@@ -435,12 +446,12 @@ class _Snapshot:
 
 
 def _check_engine(engine: str, rule: BaseRule) -> None:
-    """Raise for engines that hide shards of the gradients, and for a policy without effect."""
-    if engine in _ENGINES:
+    """Raise for an engine that hides shards of the gradients, and for a policy without effect."""
+    if engine == _MEGATRON:
         msg = (
             f"ClipGradients doesn't support {engine}, because each process would clip by the norm "
-            "of only its shard of the gradients; remove the callback and use max_grad_norm, or use "
-            "FSDP2"
+            "of only its shard of the gradients; in your own loop, attach to the optimizer of "
+            "Megatron Core"
         )
         raise ValueError(msg)
 

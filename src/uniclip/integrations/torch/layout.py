@@ -22,6 +22,7 @@ from uniclip.compose import AnyRule, rules_with_norms
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.torch.attaching import attach
 from uniclip.integrations.torch.checks import Optimizers, optimizers_of
+from uniclip.integrations.torch.engines import engine_of
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of, params_in
 from uniclip.integrations.torch.processes import FSDP1_MARKS, several
@@ -175,7 +176,7 @@ def check_layout(
     ------
     TypeError, ValueError
         If ``optimizer`` is not an optimizer or ``rule`` not a rule, or if no process has a
-        gradient.
+        gradient; for an engine, such as DeepSpeed's.
 
     Notes
     -----
@@ -204,6 +205,13 @@ def check_layout(
     one process: norm 1.73205
     process 0: norm 1.73205, local norm 1.73205
     """
+    engine = engine_of(optimizer, names)
+    if engine is not None:
+        msg = (
+            f"check_layout can't look into {engine.kind}, which has parts of the gradients in flat "
+            "buffers; train a small model with it and in one process, and compare the weights"
+        )
+        raise ValueError(msg)
     groups = [group for one in optimizers_of(optimizer, rule) for group in one.param_groups]
     rule = rule_for_steps(rule)
     if names is not None:

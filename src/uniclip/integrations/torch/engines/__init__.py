@@ -45,8 +45,8 @@ class Engine:
     def __init__(
         self, inside: Any, source: Source | None, limits: tuple[Limit, ...], engine: Any
     ) -> None:
-        self._inside = inside
-        """The optimizer of the engine."""
+        self.kind = type(inside).__qualname__
+        """The class of the optimizer of the engine."""
         self._source = source
         """The gradients in it, ``None`` if it has whole parameters."""
         self._limits = limits
@@ -64,7 +64,7 @@ class Engine:
         """
         if reduces:
             msg = (
-                f"{type(self._inside).__qualname__} knows which processes have the other parts of "
+                f"{self.kind} knows which processes have the other parts of "
                 "its parameters; leave all_reduce= and shared= out"
             )
             raise ValueError(msg)
@@ -87,9 +87,9 @@ class Engine:
             handle.add_hook(deepspeed.CheckpointHooks(self._engine, handle))
         elif warns:
             msg = (
-                f"{type(self._inside).__qualname__} doesn't save the state of "
-                f"{summarize(handle.rule)}; save handle.state_dict(), too, and load it by "
-                "handle.load_state_dict(saved), or attach to DeepSpeed's engine"
+                f"{self.kind} doesn't save the state of {summarize(handle.rule)}; save "
+                "handle.state_dict(), too, and load it by handle.load_state_dict(saved), or attach "
+                "to DeepSpeed's engine"
             )
             warn(msg)
 
