@@ -53,7 +53,8 @@ def attach(  # noqa: PLR0913 - an optimizer has none of these itself
         The object whose ``step()`` your loop calls. The parameters in its groups are clipped. A
         list, tuple or dict of several, such as Muon and AdamW, which your loop steps one after the
         other: all of their parameters are clipped together, at the first of these steps. A wrapper
-        of Accelerate, Lightning, Opacus or MMEngine stands for the optimizer inside.
+        of Accelerate, Lightning, Opacus or MMEngine stands for the optimizer inside. Also
+        DeepSpeed's engine, its optimizer, or one of Megatron Core, after it was made.
     rule : Rule or a function of one gradient
         The state of a stateful rule is saved in ``optimizer.state_dict()``. Paths are
         ``(group, name)``, where name is an index if neither the optimizer nor ``names`` has names.
