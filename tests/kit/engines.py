@@ -222,7 +222,9 @@ def grads_of_both(plain: nn.Module, step: int) -> None:
 
 
 def run_cases(engine: str, cases: Mapping[str, Case], folder: Path, ranks: int = 2) -> list[Any]:
-    """Return for each process what each case has returned, or the traceback of its error."""
+    """Return for each process what each case has returned, or the traceback of its error, which is
+    the last that it runs.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -230,7 +232,9 @@ def run_cases(engine: str, cases: Mapping[str, Case], folder: Path, ranks: int =
     multiprocessing.start_processes(
         _work, (ranks, engine, cases, port, path), nprocs=ranks, start_method="spawn"
     )
-    return [pickle.loads(Path(f"{path}.{rank}").read_bytes()) for rank in range(ranks)]
+    found = [pickle.loads(Path(f"{path}.{rank}").read_bytes()) for rank in range(ranks)]
+    not_run = dict.fromkeys(cases, Failed("not run, because a case before it failed"))
+    return [not_run | of_process for of_process in found]
 
 
 def _work(
@@ -246,6 +250,9 @@ def _work(
         for name, case in cases.items():
             with _traceback_to(found, name):
                 found[name] = case(rank)
+            # The other processes may be elsewhere now, and would wait.
+            if isinstance(found[name], Failed):
+                break
     Path(f"{path}.{rank}").write_bytes(pickle.dumps(found))
     # DeepSpeed aborts when Python ends.
     os._exit(0)
