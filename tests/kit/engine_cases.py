@@ -102,9 +102,14 @@ def check_close(far: float) -> None:
 
 def offloaded(rank: int, stage: int) -> None:
     """Offload the states of the optimizer, and with them the gradients."""
-    config = zero_config(stage, zero={"offload_optimizer": {"device": "cpu"}})
-    for rule in (uc.by_global_norm(0.3, skip_above=8.0), uc.adagc(warmup=2)):
-        check_close(train_beside(rank, zero_engine(config), rule)[0])
+    for rounds in (1, 2):
+        config = zero_config(
+            stage,
+            zero={"offload_optimizer": {"device": "cpu"}},
+            gradient_accumulation_steps=rounds,
+        )
+        for rule in (uc.by_global_norm(0.3, skip_above=2.0), uc.adagc(warmup=2)):
+            check_close(train_beside(rank, zero_engine(config), rule)[0])
 
 
 def accumulated(rank: int, stage: int) -> None:
@@ -181,7 +186,7 @@ def without_gradients(rank: int, stage: int) -> None:
     """Give a layer no gradients in some steps."""
 
     def loss(model: Any, step: int, rank: int, dtype: torch.dtype) -> Any:
-        inner = model.module
+        inner = getattr(model, "module", model)
         part = inner[:3] if step % 2 else inner
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
         return (part(x) ** 2).mean()
@@ -190,6 +195,23 @@ def without_gradients(rank: int, stage: int) -> None:
         engine = zero_engine(zero_config(stage))
         far, _, _ = train_beside(rank, engine, rule, loss=loss)
         check_close(far)
+
+
+def large_groups(rank: int) -> None:
+    """Divide a group into several flat vectors: it is one group of the rule's paths."""
+    config = zero_config(3, zero={"sub_group_size": 40})
+    rule = uc.masked(uc.by_global_norm(0.05), lambda path, _: path[0] == 0)
+    engine = zero_engine(config)
+    assert len(engine.optimizer.fp16_groups) > 2
+    check_close(train_beside(rank, engine, rule)[0])
+
+
+def own_names(rank: int, stage: int) -> None:
+    """Pass names of one's own: paths have these."""
+    engine = zero_engine(zero_config(stage))
+    pairs = [(f"mine.{name}", p) for name, p in engine.module.named_parameters()]
+    handle = attach(engine, uc.adagc(), names=pairs)
+    assert "mine.0.weight" in str(handle.numbers())
 
 
 def mask_by_axes(rank: int, stage: int) -> None:
@@ -300,6 +322,7 @@ def refused_engines(rank: int) -> None:
         ("swap_optimizer", "NVMe"),
         ("zenflow", "ZenFlow"),
         ("use_muon", "Muon"),
+        ("torch_autocast_gradscaler", "torch_autocast"),
     ):
         before = getattr(zero, attribute, None)
         setattr(zero, attribute, True)
@@ -352,6 +375,12 @@ def checkpoints(rank: int, stage: int) -> None:
     handle = attach(other, uc.adagc(), resume=False)
     other.load_checkpoint(folder[0], tag="global_step3")
     train(other, rank, range(1))
+    # A checkpoint of the weights alone leaves the state as it is.
+    other = zero_engine(zero_config(stage))
+    handle = attach(other, uc.adagc())
+    before = handle.numbers()
+    other.load_checkpoint(folder[0], tag="global_step3", load_module_only=True)
+    assert handle.numbers() == before
     # A checkpoint without the state of the rule is told about.
     other = zero_engine(zero_config(stage))
     attach(other, rule)
@@ -523,6 +552,8 @@ INSIDE: dict[str, dict[str, Callable[[int], None]]] = {
         **of_stages(with_infinity, 1, 2, 3),
         **of_stages(overflow, 1, 2, 3),
         **of_stages(without_gradients, 1, 2),
+        "large_groups": large_groups,
+        **of_stages(own_names, 2, 3),
         **of_stages(mask_by_axes, 1, 3),
         **of_stages(refused_rules, 1, 3),
         "attached_twice": attached_twice,

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from uniclip.integrations.torch import attach
 
 STEPS = 5
+RANKS = 2
 SPIKE = 3
 """The step with a large loss."""
 Case = Callable[[int], Any]
@@ -122,23 +123,33 @@ def train_beside(
     plain_handle = attach(beside, rule)
     rounds = engine.gradient_accumulation_steps()
     worst = 0.0
+    skipped = 0
     for step in range(steps):
-        for part in range(rounds):
-            engine.backward(loss(engine, rounds * step + part, rank, dtype))
-            if part == rounds - 1:
+        numbers = range(rounds * step, rounds * (step + 1))
+        beside.zero_grad()
+        if dtype is torch.float32:
+            losses = [loss(plain, number, r, dtype) for number in numbers for r in range(RANKS)]
+            (sum(losses) / len(losses)).backward()
+        for number in numbers:
+            engine.backward(loss(engine, number, rank, dtype))
+            if dtype is not torch.float32 and number == numbers[-1]:
+                # In 16 bits each process rounds its gradients: only the engine knows their sum.
                 for q, p in zip(plain.parameters(), engine.module.parameters(), strict=True):
-                    grad = safe_get_full_grad(p)
-                    # The engine makes zeros for a parameter without a gradient.
-                    full = torch.zeros_like(q) if grad is None else grad.detach().float()
-                    q.grad = full.reshape(q.shape).clone()
+                    q.grad = safe_get_full_grad(p).detach().float().reshape(q.shape).clone()
             engine.step()
+        # The engine makes zeros for a parameter without a gradient.
+        for q in plain.parameters():
+            q.grad = torch.zeros_like(q) if q.grad is None else q.grad
         beside.step()
+        skipped += bool(plain_handle.report.skipped)
         if engine.zero_optimization_stage():
             worst = max(worst, distance(zero_weights(engine), plain.parameters()))
     if not engine.zero_optimization_stage():
         # The model has rounded weights in 16 bits.
         rounded = [q.to(dtype) for q in plain.parameters()]
         worst = distance(engine.module.parameters(), rounded)
+    if type(engine.optimizer) is not torch.optim.SGD:
+        assert engine.skipped_steps == skipped
     return worst, handle, plain_handle
 
 
@@ -221,7 +232,7 @@ def grads_of_both(plain: nn.Module, step: int) -> None:
 # Processes
 
 
-def run_cases(engine: str, cases: Mapping[str, Case], folder: Path, ranks: int = 2) -> list[Any]:
+def run_cases(engine: str, cases: Mapping[str, Case], folder: Path) -> list[Any]:
     """Return for each process what each case has returned, or the traceback of its error, which is
     the last that it runs.
     """
@@ -230,18 +241,16 @@ def run_cases(engine: str, cases: Mapping[str, Case], folder: Path, ranks: int =
         port = free.getsockname()[1]
     path = str(folder / engine)
     multiprocessing.start_processes(
-        _work, (ranks, engine, cases, port, path), nprocs=ranks, start_method="spawn"
+        _work, (engine, cases, port, path), nprocs=RANKS, start_method="spawn"
     )
-    found = [pickle.loads(Path(f"{path}.{rank}").read_bytes()) for rank in range(ranks)]
+    found = [pickle.loads(Path(f"{path}.{rank}").read_bytes()) for rank in range(RANKS)]
     not_run = dict.fromkeys(cases, Failed("not run, because a case before it failed"))
     return [not_run | of_process for of_process in found]
 
 
-def _work(
-    rank: int, ranks: int, engine: str, cases: Mapping[str, Case], port: int, path: str
-) -> None:
+def _work(rank: int, engine: str, cases: Mapping[str, Case], port: int, path: str) -> None:
     """Run all cases in one process."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))

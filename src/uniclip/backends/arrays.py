@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from copy import deepcopy
 from functools import cached_property, wraps
 from itertools import accumulate
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from array_api_compat import is_lazy_array, to_device
+from array_api_compat import is_lazy_array, is_writeable_array, to_device
 from numpy.lib.array_utils import byte_bounds
 
 from uniclip._types import Device, DType, Namespace, Tensor
@@ -52,7 +51,6 @@ where each operation has to be launched.
 """
 _CPU = 1
 """The number of the CPU in DLPack."""
-_NEVER_CHANGE = "arrays of this kind never change"
 
 
 def from_numpy(backend: Backend, array: View | np.generic, like: Tensor) -> Tensor:
@@ -259,8 +257,6 @@ class Standard(Backend[Tensor]):
         """By name, since devices need be neither hashable nor unique."""
         self._lazy: dict[type, bool] = {}
         """Whether arrays of a class may have no values yet."""
-        self._reasons: dict[type, str | None] = {}
-        """Why arrays of a class cannot be written, ``None`` if they can."""
 
     def signature(self, leaves: list[Any]) -> tuple[Any, ...] | None:
         return tuple([leaf if leaf is None else (type(leaf), *_place(leaf)) for leaf in leaves])
@@ -482,40 +478,9 @@ class Standard(Backend[Tensor]):
 
     def _storage_of_leaf(self, leaf: Any) -> Storage:
         with self.computation_context(leaf):
-            reason = self._reason_of_class(leaf)
-            if reason is not None or not self._has_views:
-                return None, reason
-            return _storage_of(leaf)
-
-    def _reason_of_class(self, leaf: Any) -> str | None:
-        """Return why arrays of a class cannot be written, ``None`` if they can or are empty.
-
-        array-api-compat assumes that it can write every class that it does not know.
-        """
-        if type(leaf) not in self._reasons:
-            if 0 in leaf.shape:
-                return None
-            self._reasons[type(leaf)] = self._try_to_write(leaf)
-        return self._reasons[type(leaf)]
-
-    def _try_to_write(self, leaf: Any) -> str | None:
-        """Write into a copy, of one element if possible, and return why that failed."""
-        element = leaf
-        if leaf.shape:
-            element = leaf[(slice(0, 1),) * len(leaf.shape)]
-        # The difference is 0 or NaN: either is not the 1 that is written.
-        copied = element - element
-        # Arithmetic may return another class.
-        if type(copied) is not type(leaf):
-            copied = deepcopy(leaf)
-        ones = self.xp.ones_like(copied)
-        try:
-            copied[...] = ones
-        except Exception as error:  # noqa: BLE001 - of any library
-            return f"{_NEVER_CHANGE} ({_summarize(error)})"
-        if bool(self.xp.all(copied == ones)):
-            return None
-        return f"{_NEVER_CHANGE}, though writing into them raises no error"
+            if not is_writeable_array(leaf):
+                return None, "arrays of this kind are immutable"
+            return _storage_of(leaf) if self._has_views else (None, None)
 
     @cached_property
     def _has_views(self) -> bool:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _DEEPSPEED = "DEEPSPEED"
 _MEGATRON = "MEGATRON_LM"
-"""The types of distributed training that shard gradients into regular tensors."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
 
@@ -450,8 +449,8 @@ def _check_engine(engine: str, rule: BaseRule) -> None:
     if engine == _MEGATRON:
         msg = (
             f"ClipGradients doesn't support {engine}, because each process would clip by the norm "
-            "of only its shard of the gradients; in your own loop, attach to the optimizer of "
-            "Megatron Core"
+            "of only its shard of the gradients; in your own loop, write attach(optimizer, rule, "
+            "names=model) for the optimizer of Megatron Core"
         )
         raise ValueError(msg)
 

@@ -179,15 +179,15 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
 
     So it does not warn that the optimizer may leave the state out, unless ``warns`` is true.
     """
-    rule_of_steps = rule_for_steps(rule)
     engine = engine_of(optimizer, names)
     if engine is not None:
-        engine.check(rule_of_steps, reduces=all_reduce is not None or shared is not None)
+        reduces = all_reduce is not None or shared is not None
+        engine.check(rule_for_steps(rule), reduces=reduces, warns=warns)
         optimizer, names = engine.optimizer, engine.names
         all_reduce, shared = engine.group, engine.shared
 
     optimizers = optimizers_of(optimizer, rule)
-    rule = rule_of_steps
+    rule = rule_for_steps(rule)
     check_shared(all_reduce, shared)
     _raise_if_attached(optimizers)
 
@@ -220,7 +220,7 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
     for wrapper in as_list(optimizer):
         _renew_kept_step(wrapper)
     if engine is not None:
-        engine.add_hooks(handle, warns=warns)
+        engine.add_hooks(handle)
     return handle
 
 

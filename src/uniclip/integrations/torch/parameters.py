@@ -196,7 +196,7 @@ class Parameters:
             # Before the first step a place keeps its name, for a parameter that replaces another.
             is_same = self._sizes[number : number + 1] == [len(params)]
             by_place = names_before[number] if is_same and not held_names else []
-            # A library that puts flat tensors into a group leaves it the names of its parameters.
+            # DeepSpeed puts one flat tensor into a group, but leaves the names of its parameters.
             own_names = group.get("param_names", ())
             if len(own_names) > len(params):
                 own_names = ()

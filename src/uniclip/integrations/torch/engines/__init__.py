@@ -58,9 +58,9 @@ class Engine:
         self.names: Any = None
         """The names of whole parameters."""
 
-    def check(self, rule: BaseRule, *, reduces: bool) -> None:
+    def check(self, rule: BaseRule, *, reduces: bool, warns: bool) -> None:
         """Raise if a rule cannot clip inside of the engine. ``reduces`` says whether the user has
-        passed processes to reduce over.
+        passed processes to reduce over, ``warns`` whether nobody else saves the state of the rule.
         """
         if reduces:
             msg = (
@@ -73,25 +73,21 @@ class Engine:
             check_rule(self._source, rule)
         is_set_by_user = self._engine is not None and deepspeed.has_limit(self._engine)
         warn_of_limits(self._limits, is_set_by_user=is_set_by_user)
-
-    def add_hooks(self, handle: Attached, *, warns: bool) -> None:
-        """Have the engine clip in its steps, and save the state of the rule. Without DeepSpeed's
-        engine, which saves it, ``warns`` says whether to warn.
-        """
-        if isinstance(self.optimizer, EngineOptimizer) and self._source is not None:
-            handle.add_hook(ReplacedMethod(self._source, self.optimizer, handle.rule))
-        handle.add_hook(NoLimit(self._limits))
-        if not handle.rule.stateful:
-            return
-        if self._engine is not None:
-            handle.add_hook(deepspeed.CheckpointHooks(self._engine, handle))
-        elif warns:
+        if warns and rule.stateful and self._engine is None:
             msg = (
-                f"{self.kind} doesn't save the state of {summarize(handle.rule)}; save "
+                f"{self.kind} doesn't save the state of {summarize(rule)}; save "
                 "handle.state_dict(), too, and load it by handle.load_state_dict(saved), or attach "
                 "to DeepSpeed's engine"
             )
             warn(msg)
+
+    def add_hooks(self, handle: Attached) -> None:
+        """Have the engine clip in its steps, and save the state of the rule."""
+        if isinstance(self.optimizer, EngineOptimizer) and self._source is not None:
+            handle.add_hook(ReplacedMethod(self._source, self.optimizer, handle.rule))
+        handle.add_hook(NoLimit(self._limits))
+        if self._engine is not None and handle.rule.stateful:
+            handle.add_hook(deepspeed.CheckpointHooks(self._engine, handle))
 
 
 def engine_of(optimizer: Any, names: Any) -> Engine | None:
@@ -151,14 +147,17 @@ def raise_if_inside(optimizer: Any) -> None:
         return
     frame = sys._getframe(1)  # noqa: SLF001 - as the module inspect does
     while frame is not None:
-        caller: Any = frame.f_locals.get("self")
+        module = str(frame.f_globals.get("__name__"))
+        # To read the variables of another frame may keep them alive.
+        is_of_engine = module.partition(".")[0] in _PACKAGES
+        caller: Any = frame.f_locals.get("self") if is_of_engine else None
         bases = _bases(caller)
         if bases & _OPTIMIZERS:
             msg = (
                 f"the rule is attached to the {type(optimizer).__qualname__} inside of "
-                f"{type(caller).__qualname__}, which gives it parts of the parameters, so each "
-                "process would clip by another norm; attach to the engine, after it was made, as "
-                "in attach(engine, rule)"
+                f"{type(caller).__qualname__}, which steps it with flat copies or parts of the "
+                "parameters; attach to DeepSpeed's engine or Megatron's optimizer, after it was "
+                "made, as in attach(engine, rule)"
             )
             raise RuntimeError(msg)
         if "deepspeed.DeepSpeedEngine" in bases and caller.gradient_clipping():

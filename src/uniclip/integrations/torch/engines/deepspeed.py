@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from inspect import signature
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ _REFUSED = {
     "has_moe_layers": "experts",
     "swap_optimizer": "optimizer states on NVMe",
     "zenflow": "ZenFlow",
+    "torch_autocast_gradscaler": "torch_autocast in float16, which has a loss scale of its own",
     "use_muon": "Muon, which changes gradients before the step",
 }
 
@@ -27,15 +29,28 @@ _REFUSED = {
 class _Zero(Source):
     """An optimizer of ZeRO, whose step takes one group of parameters after the other."""
 
-    def __init__(self, zero: Any) -> None:
+    params_attribute: str
+    """Its attribute with the parameters of each flat vector."""
+    weights_attribute: str
+    """Its attribute with the float32 weights of each flat vector, the part of this process."""
+    offload_attribute: str
+    """Its attribute that says whether gradients are on the host."""
+
+    def __init__(self, zero: Any, names: dict[int, str]) -> None:
         kind = type(zero).__qualname__
         for attribute, what in _REFUSED.items():
             if getattr(zero, attribute, False):
-                msg = f"uniclip can't clip inside of DeepSpeed's {kind} with {what}"
+                msg = (
+                    f"uniclip can't clip inside of DeepSpeed's {kind} with {what}; use its "
+                    "gradient_clipping"
+                )
                 raise ValueError(msg)
         parallel = getattr(zero, "model_parallel_group", None)
         if parallel is not None and torch.distributed.get_world_size(parallel) > 1:
-            msg = f"uniclip can't clip inside of DeepSpeed's {kind} with tensor parallelism"
+            msg = (
+                f"uniclip can't clip inside of DeepSpeed's {kind} with tensor parallelism; use its "
+                "gradient_clipping"
+            )
             raise ValueError(msg)
 
         self.stepped = zero
@@ -45,25 +60,31 @@ class _Zero(Source):
         if len(process_groups) > 1:
             msg = (
                 f"uniclip can't clip inside of DeepSpeed's {kind} whose parameters belong to "
-                "several groups of processes, as those of experts do"
+                "several groups of processes, as those of experts do; use its gradient_clipping"
             )
             raise ValueError(msg)
         [self.group] = process_groups.values()
         self._flat: list[torch.Tensor] = []
-        """The flat gradients of a step, one vector for each group."""
-        self._starts: list[list[int]] = []
-        """Where each part begins in the flat vector of its group."""
-        self.groups = []
-        for params, weights in zip(*self._params_and_weights(), strict=True):
-            self._add_group(params, weights.detach())
+        """The flat gradients of a step."""
+        self._places: list[list[tuple[int, int]]] = []
+        """Where each part begins in each flat vector, and its size."""
+        self._names = names
+        self._weights = [p.detach() for p in getattr(zero, self.weights_attribute)]
+        numbers = self._group_numbers(len(self._weights))
+        self.groups = [[] for _ in range(max(numbers) + 1)]
+        params_of_flat = getattr(zero, self.params_attribute)
+        for number, params, weights in zip(numbers, params_of_flat, self._weights, strict=True):
+            places = [self._place(p) for p in params]
+            self._places.append(places)
+            self.groups[number] += self._parts(params, places, weights)
 
     def _process_groups(self) -> list[Any]:
         """Return the processes that have the parts of each group."""
         return list(self._zero.real_dp_process_group)
 
-    def _params_and_weights(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Return the parameters of each group, and the flat float32 weights of this process."""
-        raise NotImplementedError
+    def _group_numbers(self, count: int) -> list[int]:
+        """Return the parameter group of each of ``count`` flat vectors."""
+        return list(range(count))
 
     def _place(self, p: Any) -> tuple[int, int]:
         """Return where the part of a parameter begins in the flat vector, and its size."""
@@ -73,17 +94,13 @@ class _Zero(Source):
         address = mapping.hp_fragment_address
         return int(address.start), int(address.numel)
 
-    def _add_group(self, params: Iterable[Any], weights: torch.Tensor) -> None:
-        """Note the parts of one group, and where they begin."""
-        parts = []
-        starts = []
-        for p in params:
-            start, size = self._place(p)
-            shape = tuple(getattr(p, "ds_shape", p.shape))
-            parts.append(Part(self._zero.param_names[p], shape, weights.narrow(0, start, size)))
-            starts.append(start)
-        self.groups.append(parts)
-        self._starts.append(starts)
+    def _parts(
+        self, params: Iterable[Any], places: list[tuple[int, int]], weights: torch.Tensor
+    ) -> Iterator[Part]:
+        """Yield the parts of parameters in a flat vector."""
+        for p, place in zip(params, places, strict=True):
+            name = name_in_model(self._names.get(id(p), self._zero.param_names[p]))
+            yield Part(name, tuple(getattr(p, "ds_shape", p.shape)), weights.narrow(0, *place))
 
     def _scale(self) -> float:
         """Return the loss scale."""
@@ -96,9 +113,8 @@ class _Zero(Source):
             torch._foreach_div_(self._flat, scale)
 
         grads: list[torch.Tensor | None] = []
-        for flat, parts, starts in zip(self._flat, self.groups, self._starts, strict=True):
-            for part, start in zip(parts, starts, strict=True):
-                grads.append(flat.narrow(0, start, part.values.numel()))
+        for flat, places in zip(self._flat, self._places, strict=True):
+            grads += [flat.narrow(0, *place) for place in places]
         return grads
 
     def give_back(self) -> None:
@@ -109,8 +125,21 @@ class _Zero(Source):
         self._flat = []
 
     def _flat_gradients(self) -> list[torch.Tensor]:
-        """Return the flat gradients that the step will use, one vector for each group."""
-        raise NotImplementedError
+        """Return the flat gradients that the step will use."""
+        if getattr(self._zero, self.offload_attribute):
+            return [weights.grad for weights in getattr(self._zero, self.weights_attribute)]
+
+        # The step flattens the gradients of each vector; a single one stays as it is.
+        gradients = self._zero.averaged_gradients
+        flats = []
+        for number, weights in enumerate(self._weights):
+            parts = self._zero.flatten(gradients[number])
+            # The last process has padding, and the engine may still add to its own buffer.
+            flat = torch.zeros_like(weights)
+            flat[: parts.numel()].copy_(parts)
+            gradients[number] = [flat]
+            flats.append(flat)
+        return flats
 
     def has_overflowed(self) -> bool:
         zero = self._zero
@@ -128,32 +157,22 @@ class _Zero(Source):
 class _Zero12(_Zero):
     """Stages 1 and 2: each process has a part of the flat vector of each group."""
 
-    def _params_and_weights(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        return self._zero.bit16_groups, self._zero.single_partition_of_fp32_groups
+    params_attribute = "bit16_groups"
+    weights_attribute = "single_partition_of_fp32_groups"
+    offload_attribute = "cpu_offload"
 
     def _flat_gradients(self) -> list[torch.Tensor]:
-        zero = self._zero
-        partitions = zero.single_partition_of_fp32_groups
-        if zero.cpu_offload:
-            zero._wait_for_offload_copies()
-            return [partition.grad for partition in partitions]
-
-        # The step flattens the list of gradients of each group. A single vector stays as it is.
-        flats = []
-        for number, partition in enumerate(partitions):
-            flat = zero.flatten(zero.averaged_gradients[number]).to(partition.dtype)
-            padding = partition.numel() - flat.numel()
-            if padding:
-                flat = torch.cat([flat, flat.new_zeros(padding)])
-            zero.averaged_gradients[number] = [flat]
-            flats.append(flat)
-        return flats
+        self._zero._wait_for_offload_copies()
+        return super()._flat_gradients()
 
     def skip(self) -> None:
         super().skip()
         zero = self._zero
         zero._update_scale(False)
+        # As at the beginning of a step: the next gradients are not added to these.
+        zero.micro_step_id = -1
         if zero.cpu_offload:
+            zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
             return
         for number in zero.averaged_gradients:
@@ -164,13 +183,18 @@ class _Zero12(_Zero):
 class _Zero3(_Zero):
     """Stage 3: each process has a part of each parameter."""
 
+    params_attribute = "fp16_groups"
+    weights_attribute = "fp32_partitioned_groups_flat"
+    offload_attribute = "offload_optimizer"
+
     def _process_groups(self) -> list[Any]:
         default = self._zero.dp_process_group
         params = chain.from_iterable(self._zero.fp16_groups)
         return [getattr(p, "ds_process_group", default) for p in params]
 
-    def _params_and_weights(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        return self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat
+    def _group_numbers(self, count: int) -> list[int]:
+        # A large group has several flat vectors.
+        return [self._zero.sub_group_to_group_id[number] for number in range(count)]
 
     def _place(self, p: Any) -> tuple[int, int]:
         zero = self._zero
@@ -179,49 +203,28 @@ class _Zero3(_Zero):
         begin = min(torch.distributed.get_rank(self.group) * size, p.ds_numel)
         return start, min(size, p.ds_numel - begin)
 
-    def _flat_gradients(self) -> list[torch.Tensor]:
-        zero = self._zero
-        partitions = zero.fp32_partitioned_groups_flat
-        if zero.offload_optimizer:
-            return [partition.grad for partition in partitions]
-
-        flats = []
-        for number, partition in enumerate(partitions):
-            grads = zero.averaged_gradients[number]
-            flat = zero.flatten(grads).to(partition.dtype)
-            # A single one is the buffer itself, to which the engine may add.
-            if len(grads) == 1:
-                flat = flat.clone()
-            zero.averaged_gradients[number] = [flat]
-            flats.append(flat)
-        return flats
-
     def skip(self) -> None:
-        super().skip()
         zero = self._zero
+        zero._pre_step()
+        super().skip()
         zero._update_scale(False)
-        zero.micro_step_id = 0
-        zero._epilogue_ran_this_backward = False
-        if zero.offload_optimizer:
-            zero.reset_cpu_buffers()
-        else:
-            zero.averaged_gradients = {}
+        zero._overflow_clean_up(zero.loss_scale)
 
 
 class _Bf16(_Zero):
     """``BF16_Optimizer``: stage 1 with gradients that are summed in float32."""
 
-    def __init__(self, zero: Any) -> None:
+    params_attribute = "bf16_groups"
+    weights_attribute = "fp32_groups_flat_partition"
+
+    def __init__(self, zero: Any, names: dict[int, str]) -> None:
         if zero.grad_acc_dtype is not torch.float32:
             msg = (
-                "BF16_Optimizer sums gradients in bfloat16; write "
+                f"BF16_Optimizer sums gradients in {zero.grad_acc_dtype}; write "
                 '"data_types": {"grad_accum_dtype": "fp32"} in the config'
             )
             raise ValueError(msg)
-        super().__init__(zero)
-
-    def _params_and_weights(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        return self._zero.bf16_groups, self._zero.fp32_groups_flat_partition
+        super().__init__(zero, names)
 
     def _flat_gradients(self) -> list[torch.Tensor]:
         return list(self._zero.fp32_groups_gradient_flat_partition)
@@ -236,6 +239,9 @@ class _Unfused(Source):
     """``FP16_UnfusedOptimizer``, stage 0 in 16 bits: whole float32 copies, updated by one step."""
 
     def __init__(self, outer: Any, names: dict[int, str]) -> None:
+        if outer.fused_lamb_legacy:
+            msg = "uniclip can't clip inside of DeepSpeed's legacy FusedLamb; use another optimizer"
+            raise ValueError(msg)
         self.limits = ((outer, "clip_grad"),)
         self._outer = outer
         # When this one steps, the float32 gradients of all groups are there, unscaled.
@@ -259,15 +265,14 @@ class _Unfused(Source):
 def source_of(optimizer: Any, names: dict[int, str]) -> Source:
     """Return the gradients inside of an optimizer of DeepSpeed, which is known by its class."""
     kind = type(optimizer).__name__
-    sources: dict[str, Callable[[Any], Source]] = {
+    sources: dict[str, Callable[[Any, dict[int, str]], Source]] = {
         "DeepSpeedZeroOptimizer": _Zero12,
         "DeepSpeedZeroOptimizer_Stage3": _Zero3,
         "BF16_Optimizer": _Bf16,
+        "FP16_UnfusedOptimizer": _Unfused,
     }
     if kind in sources:
-        return sources[kind](optimizer)
-    if kind == "FP16_UnfusedOptimizer":
-        return _Unfused(optimizer, names)
+        return sources[kind](optimizer, names)
     msg = (
         f"uniclip doesn't know where DeepSpeed's {kind} has its gradients; use ZeRO stage 1, 2 or "
         "3, or stage 0 with an optimizer of PyTorch"
@@ -297,9 +302,6 @@ class CheckpointHooks:
 
     def __init__(self, engine: Any, handle: Attached) -> None:
         self._attributes = vars(engine)
-        self._before = {
-            name: self._attributes.get(name) for name in ("save_checkpoint", "load_checkpoint")
-        }
         save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 
         def save(
@@ -310,17 +312,27 @@ class CheckpointHooks:
 
         def load(*args: Any, **kwargs: Any) -> Any:
             path, client_state = load_checkpoint(*args, **kwargs)
-            if path is not None and _KEY in (client_state or {}):
+            options = signature(load_checkpoint).bind(*args, **kwargs).arguments
+            # The state of the rule is one of the optimizer.
+            leaves_out = not options.get("load_optimizer_states", True)
+            if path is None or leaves_out or options.get("load_module_only"):
+                return path, client_state
+            if _KEY in (client_state or {}):
                 handle.load_state_dict(client_state[_KEY])
-            elif path is not None:
+            else:
                 handle.expect_state()
             return path, client_state
 
-        self._attributes |= {"save_checkpoint": save, "load_checkpoint": load}
+        self._methods = {"save_checkpoint": save, "load_checkpoint": load}
+        self._before = {name: self._attributes.get(name) for name in self._methods}
+        self._attributes |= self._methods
 
     def remove(self) -> None:
         """Give the engine its own methods back."""
         for name, method in self._before.items():
+            # Another library may have wrapped it since.
+            if self._attributes.get(name) is not self._methods[name]:
+                continue
             del self._attributes[name]
             if method is not None:
                 self._attributes[name] = method

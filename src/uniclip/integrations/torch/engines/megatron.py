@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The optimizers of Megatron Core: their private attributes, of versions 0.16 to 0.19.
+"""The optimizers of Megatron Core: their private attributes, of version 0.16.
 
 They copy all gradients, then clip, and then update all parameters by ``step_with_ready_grads``.
 """
@@ -35,8 +35,17 @@ class Megatron(Source):
         for one in optimizers:
             kind = type(one).__name__
             if kind not in _KNOWN:
-                msg = f"uniclip doesn't know where Megatron's {kind} has its gradients"
+                msg = (
+                    f"uniclip doesn't know where Megatron's {kind} has its gradients; use one of "
+                    f"{', '.join(sorted(_KNOWN))}, or clip_grad"
+                )
                 raise TypeError(msg)
+            if one.config.use_precision_aware_optimizer or one.config.optimizer_cpu_offload:
+                msg = (
+                    "with use_precision_aware_optimizer or optimizer_cpu_offload, Megatron keeps "
+                    "the float32 weights elsewhere; set both to False, or use clip_grad"
+                )
+                raise ValueError(msg)
         # Several optimizers may have one configuration.
         configs = {id(one.config): one.config for one in optimizers}
         self.limits = tuple((config, "clip_grad") for config in configs.values())
@@ -84,7 +93,7 @@ def _check_layout() -> None:
     state = sys.modules["megatron.core.parallel_state"]
     for function, what in _REFUSED.items():
         if getattr(state, function)() > 1:
-            msg = f"uniclip can't clip inside of Megatron with {what}"
+            msg = f"uniclip can't clip inside of Megatron with {what}; use clip_grad"
             raise ValueError(msg)
 
 
@@ -96,8 +105,8 @@ def _group_of(optimizers: list[Any]) -> Any:
         return None
     if len(groups) > 1:
         msg = (
-            "Megatron's optimizers reduce norms over different processes, as those of experts do "
-            "without the distributed optimizer; use use_distributed_optimizer=True"
+            "Megatron's optimizers reduce norms over different processes; use "
+            "use_distributed_optimizer=True, or clip_grad"
         )
         raise ValueError(msg)
     # Megatron's None stands for all processes.
@@ -132,7 +141,7 @@ def _params_of(optimizer: Any) -> list[list[tuple[Any, Any]]]:
             groups.append([*zip(params, copies, strict=True), *[(p, p) for p in full]])
         return groups
 
-    # A process knows only the parameters with a part there, and the buffers know all.
+    # The groups list only parameters with a local part, the buffers list all.
     parts: dict[Any, Any] = {}
     for models, shards in (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
