@@ -32,11 +32,12 @@ MEASURED = {
 
 
 def parts(found: dict[str, Any]) -> dict[str, str]:
-    """Return the table, and a sentence about the machine, by name."""
+    """Return the tables, and a sentence about the machine, by name."""
     rows = [[name, str(len(limits)), *regrets(found, name)] for name, limits in FIXED.items()]
     rows += [[name, str(runs), *regrets(found, name)] for name, (runs, _) in MEASURED.items()]
     return {
         "choosing": table(["limits", "runs", "mean regret", "worst"], rows, "--:"),
+        "choosing-best": table(["", "smallest", "median", "largest"], best_limits(found), "--:"),
         "choosing-versions": f"The losses were {versions(found['about'])}",
     }
 
@@ -61,6 +62,22 @@ def regret(found: dict[str, Any], setting: Setting, name: str) -> float:
 
     best = min(map(statistics.mean, setting["losses"]))
     return max(100 * (statistics.mean(reached) / best - 1), 0.0)
+
+
+def best_limits(found: dict[str, Any]) -> list[list[str]]:
+    """Return the best limits of all settings, alone and over a percentile of the norms."""
+    limits = [best_limit(found, setting) for setting in found["settings"]]
+    percentiles = [statistics.mean(setting["percentiles"]) for setting in found["settings"]]
+    ratios = [limit / percentile for limit, percentile in zip(limits, percentiles, strict=True)]
+    return [
+        ["best limit", *spread(limits)],
+        ["best limit / 90th percentile of the norms", *spread(ratios)],
+    ]
+
+
+def spread(values: list[float]) -> list[str]:
+    """Return the smallest, the median, and the largest of numbers, to two digits."""
+    return [f"{value:.2g}" for value in (min(values), statistics.median(values), max(values))]
 
 
 def best_limit(found: dict[str, Any], setting: Setting) -> float:

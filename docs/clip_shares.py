@@ -47,7 +47,8 @@ def shares() -> str:
     for call, (kind, rule) in RULES.items():
         after = clip_each(rule, norms)
         rows.append([call, kind, *(percent(*pair) for pair in zip(norms, after, strict=True))])
-    return table(["rule", "kind", "calm", "usual", "wild"], rows)
+    spreads = [f"calm ({CALM:g})", f"usual ({USUAL:g})", f"wild ({WILD:g})"]
+    return table(["rule", "kind", *spreads], rows)
 
 
 def averages() -> str:

@@ -113,8 +113,8 @@ class Percentile(StatefulLimit):
 class PercentileOfAll(StatefulLimit):
     """Allow a percentile of all norms so far, this step's included, to within half a percent.
 
-    Norms are counted in bins of their logarithms, 0.01 wide. The state takes 77 kB for each norm,
-    or 582 kB in float64, whose range is wider.
+    Norms are counted in bins of their logarithms, 0.01 wide. The state takes tens of kilobytes
+    for each norm, and hundreds in float64, whose range is wider.
 
     Parameters
     ----------

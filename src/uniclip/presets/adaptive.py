@@ -293,12 +293,11 @@ def adagc(
 
     Notes
     -----
-    It clips more than spikes: since the averages are updated with clipped norms, they sink (norms
-    that vary by a fifth are clipped at two of three steps) and rise by at most
-    ``(1 - decay)·(ratio - 1)``, 0.1%, per step. That is harmless with Adam, which divides by the
-    scale, but not with SGD. In the warm-up the published code uses the norms before clipping; here,
-    as in the paper, those after it. Unlike in the paper, norms of 0 do not count in the warm-up: an
-    average of 0 would keep a leaf at 0.
+    It clips more than spikes: since the averages are updated with clipped norms, they sink until
+    most steps are clipped, and rise by at most the fraction ``(1 - decay)·(ratio - 1)`` per step.
+    That is harmless with Adam, which divides by the scale, but not with SGD. In the warm-up the
+    published code uses the norms before clipping; here, as in the paper, those after it. Unlike in
+    the paper, norms of 0 do not count in the warm-up: an average of 0 would keep a leaf at 0.
 
     Examples
     --------
