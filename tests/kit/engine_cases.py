@@ -442,15 +442,15 @@ def names_of_the_model(rank: int) -> None:
     """Names are those of the model, whatever wraps it; whole parameters need none."""
     start_megatron()
     ddp, optimizer = megatron_optimizer(net(), sharded=True)
-    handle = attach(optimizer, uc.adagc())
+    handle = attach(optimizer, uc.adagc(), names=ddp)
     assert ["0.weight" in str(handle.numbers()), "module." in str(handle.numbers())] == [
         True,
         False,
     ]
     handle.remove()
-    other = nn.Linear(2, 2)
-    words = message(ValueError, lambda: attach(optimizer, uc.by_norm(1.0), names=other))
-    assert "names=model" in words
+    for names in (None, nn.Linear(2, 2)):
+        words = message(ValueError, partial(attach, optimizer, uc.by_norm(1.0), names=names))
+        assert "names=model" in words
     ddp, optimizer = megatron_optimizer(net(), sharded=False)
     attach(optimizer, uc.by_global_norm(0.3))
     assert all(result[0] for result in train_megatron(ddp, optimizer))
@@ -479,7 +479,7 @@ def refused_layouts(rank: int) -> None:
     """Layouts that were not tested are refused, and so are unknown classes."""
     start_megatron()
     state = sys.modules["megatron.core.parallel_state"]
-    _, optimizer = megatron_optimizer(net(), sharded=True)
+    ddp, optimizer = megatron_optimizer(net(), sharded=True)
     for layout, words in (
         ("pipeline_model", "pipelines"),
         ("expert_model", "experts on several"),
@@ -487,7 +487,9 @@ def refused_layouts(rank: int) -> None:
     ):
         with replaced(state, f"get_{layout}_parallel_world_size", lambda: 2):
             assert words in message(ValueError, lambda: attach(optimizer, uc.by_norm(1.0)))
-    assert "norms along axes" in message(ValueError, lambda: attach(optimizer, uc.agc(0.1)))
+    assert "norms along axes" in message(
+        ValueError, lambda: attach(optimizer, uc.agc(0.1), names=ddp)
+    )
 
     [inner] = optimizer.chained_optimizers
     inner.__class__ = type("LayerWiseOptimizer", (type(inner),), {})

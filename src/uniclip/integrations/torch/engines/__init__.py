@@ -19,18 +19,18 @@ from uniclip.integrations.torch.checks import as_list, unwrap
 from uniclip.integrations.torch.engines import deepspeed
 from uniclip.integrations.torch.engines.megatron import Megatron
 from uniclip.integrations.torch.engines.optimizer import (
+    ClippedStep,
     EngineOptimizer,
-    NoLimit,
-    ReplacedMethod,
     check_rule,
     raise_if_replaced,
     shared_of,
     warn_of_limits,
 )
-from uniclip.integrations.torch.engines.source import Limit, Source
+from uniclip.integrations.torch.engines.source import Limit, ReplacedAttribute, Source
 from uniclip.integrations.torch.parameters import names_of
 
 if TYPE_CHECKING:
+    from uniclip._core.collectives import Shared
     from uniclip.integrations.torch.handle import Attached
     from uniclip.rule import BaseRule
 
@@ -52,11 +52,15 @@ class Engine:
         self._limits = limits
         self._engine = engine
         """DeepSpeed's engine, if it was passed."""
-        self.optimizer = inside if source is None else EngineOptimizer(source)
-        self.group = None if source is None else source.group
-        self.shared = None if source is None else shared_of(source)
+        self.optimizer = inside
+        self.group: Any = None
+        self.shared: Shared | None = None
         self.names: Any = None
         """The names of whole parameters."""
+        if source is not None:
+            self.optimizer = EngineOptimizer(source)
+            self.group = source.group
+            self.shared = shared_of(source)
 
     def check(self, rule: BaseRule, *, reduces: bool, warns: bool) -> None:
         """Raise if a rule cannot clip inside of the engine. ``reduces`` says whether the user has
@@ -71,7 +75,9 @@ class Engine:
         if self._source is not None:
             raise_if_replaced(self._source)
             check_rule(self._source, rule)
-        is_set_by_user = self._engine is not None and deepspeed.has_limit(self._engine)
+        # Its default is 1.0.
+        config = {} if self._engine is None else self._engine._config._param_dict
+        is_set_by_user = "gradient_clipping" in config
         warn_of_limits(self._limits, is_set_by_user=is_set_by_user)
         if warns and rule.stateful and self._engine is None:
             msg = (
@@ -83,11 +89,15 @@ class Engine:
 
     def add_hooks(self, handle: Attached) -> None:
         """Have the engine clip in its steps, and save the state of the rule."""
-        if isinstance(self.optimizer, EngineOptimizer) and self._source is not None:
-            handle.add_hook(ReplacedMethod(self._source, self.optimizer, handle.rule))
-        handle.add_hook(NoLimit(self._limits))
+        source = self._source
+        if source is not None:
+            step = ClippedStep(source, self.optimizer, handle.rule)
+            handle.add_hook(ReplacedAttribute(source.stepped, source.method, step))
+        for owner, name in self._limits:
+            handle.add_hook(ReplacedAttribute(owner, name, 0.0))
         if self._engine is not None and handle.rule.stateful:
-            handle.add_hook(deepspeed.CheckpointHooks(self._engine, handle))
+            for hook in deepspeed.checkpoint_hooks(self._engine, handle):
+                handle.add_hook(hook)
 
 
 def engine_of(optimizer: Any, names: Any) -> Engine | None:
@@ -112,13 +122,15 @@ def engine_of(optimizer: Any, names: Any) -> Engine | None:
 
     engine = None
     if "deepspeed.DeepSpeedEngine" in _bases(inside):
-        deepspeed.raise_if_pipeline(inside)
+        if "deepspeed.PipelineEngine" in _bases(inside):
+            msg = "uniclip can't clip in DeepSpeed's PipelineEngine; use its gradient_clipping"
+            raise ValueError(msg)
         engine = inside
         inside = engine.optimizer
         names = engine.module if names is None else names
         # Without ZeRO, in float32, this is the optimizer that the user made.
         if not _is_of_engine(inside):
-            whole = Engine(inside, None, (deepspeed.limit_of(engine),), engine)
+            whole = Engine(inside, None, ((engine._config, "gradient_clipping"),), engine)
             whole.names = names
             return whole
 
@@ -145,7 +157,7 @@ def raise_if_inside(optimizer: Any) -> None:
     """
     if _PACKAGES.isdisjoint(sys.modules) or isinstance(optimizer, EngineOptimizer):
         return
-    frame = sys._getframe(1)  # noqa: SLF001 - as the module inspect does
+    frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         # To read the variables of another frame may keep them alive.

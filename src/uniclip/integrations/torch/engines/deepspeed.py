@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uniclip.integrations.torch.engines.source import Limit, Part, Source, name_in_model
+from uniclip.integrations.torch.engines.source import Part, ReplacedAttribute, Source, name_in_model
 
 if TYPE_CHECKING:
     from uniclip.integrations.torch.handle import Attached
@@ -280,59 +280,30 @@ def source_of(optimizer: Any, names: dict[int, str]) -> Source:
     raise TypeError(msg)
 
 
-def limit_of(engine: Any) -> Limit:
-    """Return where an engine without ZeRO, in float32, has the limit of its own clipping."""
-    return engine._config, "gradient_clipping"
-
-
-def has_limit(engine: Any) -> bool:
-    """Return whether the config of an engine sets a limit; 1.0 is the default."""
-    return "gradient_clipping" in engine._config._param_dict
-
-
-def raise_if_pipeline(engine: Any) -> None:
-    """Raise for an engine whose processes have different layers."""
-    if any(base.__name__ == "PipelineEngine" for base in type(engine).__mro__):
-        msg = "uniclip can't clip inside of DeepSpeed's PipelineEngine; use its gradient_clipping"
-        raise ValueError(msg)
-
-
-class CheckpointHooks:
+def checkpoint_hooks(engine: Any, handle: Attached) -> list[ReplacedAttribute]:
     """Save the state of a rule in the checkpoints of an engine, and load it with them."""
+    save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 
-    def __init__(self, engine: Any, handle: Attached) -> None:
-        self._attributes = vars(engine)
-        save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
+    def save(
+        save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        state = {**(client_state or {}), _KEY: handle.numbers()}
+        return save_checkpoint(save_dir, tag, state, *args, **kwargs)
 
-        def save(
-            save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            state = {**(client_state or {}), _KEY: handle.numbers()}
-            return save_checkpoint(save_dir, tag, state, *args, **kwargs)
-
-        def load(*args: Any, **kwargs: Any) -> Any:
-            path, client_state = load_checkpoint(*args, **kwargs)
-            options = signature(load_checkpoint).bind(*args, **kwargs).arguments
-            # The state of the rule is one of the optimizer.
-            leaves_out = not options.get("load_optimizer_states", True)
-            if path is None or leaves_out or options.get("load_module_only"):
-                return path, client_state
-            if _KEY in (client_state or {}):
-                handle.load_state_dict(client_state[_KEY])
-            else:
-                handle.expect_state()
+    def load(*args: Any, **kwargs: Any) -> Any:
+        path, client_state = load_checkpoint(*args, **kwargs)
+        options = signature(load_checkpoint).bind(*args, **kwargs).arguments
+        # The state of the rule is one of the optimizer.
+        leaves_out = not options.get("load_optimizer_states", True)
+        if path is None or leaves_out or options.get("load_module_only"):
             return path, client_state
+        if _KEY in (client_state or {}):
+            handle.load_state_dict(client_state[_KEY])
+        else:
+            handle.expect_state()
+        return path, client_state
 
-        self._methods = {"save_checkpoint": save, "load_checkpoint": load}
-        self._before = {name: self._attributes.get(name) for name in self._methods}
-        self._attributes |= self._methods
-
-    def remove(self) -> None:
-        """Give the engine its own methods back."""
-        for name, method in self._before.items():
-            # Another library may have wrapped it since.
-            if self._attributes.get(name) is not self._methods[name]:
-                continue
-            del self._attributes[name]
-            if method is not None:
-                self._attributes[name] = method
+    return [
+        ReplacedAttribute(engine, "save_checkpoint", save),
+        ReplacedAttribute(engine, "load_checkpoint", load),
+    ]

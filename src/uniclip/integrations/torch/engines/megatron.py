@@ -51,7 +51,7 @@ class Megatron(Source):
         self.limits = tuple((config, "clip_grad") for config in configs.values())
         self.group = _group_of(optimizers)
 
-        self._names = names or _names_in(optimizers)
+        self._names = names
         self.groups = []
         self._params: list[torch.Tensor | None] = []
         """The tensors whose ``.grad`` the optimizers use, ``None`` without a part here."""
@@ -111,15 +111,6 @@ def _group_of(optimizers: list[Any]) -> Any:
         raise ValueError(msg)
     # Megatron's None stands for all processes.
     return of_several[0] or torch.distributed.group.WORLD
-
-
-def _names_in(optimizers: list[Any]) -> dict[int, str]:
-    """Return the names of the parameters in the models that optimizers know."""
-    names: dict[int, str] = {}
-    for one in optimizers:
-        for model in getattr(one, "model_chunks", []):
-            names |= {id(p): name for name, p in model.named_parameters()}
-    return names
 
 
 def _params_of(optimizer: Any) -> list[list[tuple[Any, Any]]]:

@@ -64,50 +64,24 @@ class EngineOptimizer:
         return engine_step() if self._goes_on else source.skip()
 
 
-class ReplacedMethod:
-    """The method of an engine that clips before it steps, in the place of its own."""
+class ClippedStep:
+    """The method of an engine that takes its step, with a clip before."""
 
     def __init__(self, source: Source, optimizer: EngineOptimizer, rule: BaseRule) -> None:
-        self._source = source
         self._optimizer = optimizer
         self.rule = rule
-        self._attributes = vars(source.stepped)
         self._method = getattr(source.stepped, source.method)
-        self._set_before = self._attributes.get(source.method)
-        self._attributes[source.method] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Clip, and take the engine's step."""
         return self._optimizer.clip_and_step(lambda: self._method(*args, **kwargs))
 
-    def remove(self) -> None:
-        """Give the engine its own method back."""
-        name = self._source.method
-        if self._attributes.get(name) is self:
-            del self._attributes[name]
-            if self._set_before is not None:
-                self._attributes[name] = self._set_before
-
-
-class NoLimit:
-    """The engine's own clipping, without effect while a rule is attached."""
-
-    def __init__(self, limits: tuple[Limit, ...]) -> None:
-        self._limits = [(owner, name, getattr(owner, name)) for owner, name in limits]
-        for owner, name in limits:
-            setattr(owner, name, 0.0)
-
-    def remove(self) -> None:
-        """Restore the limits."""
-        for owner, name, limit in self._limits:
-            setattr(owner, name, limit)
-
 
 def warn_of_limits(limits: tuple[Limit, ...], *, is_set_by_user: bool) -> None:
     """Warn if the user has set a limit of the engine, which is not used."""
-    values = {getattr(owner, name) for owner, name in limits}
-    unused = {limit for limit in values if limit and (is_set_by_user or limit != _DEFAULT)}
-    for limit in sorted(unused):
+    for limit in {getattr(owner, name) for owner, name in limits}:
+        if not limit or (limit == _DEFAULT and not is_set_by_user):
+            continue
         msg = (
             f"the engine's own clipping to a norm of {limit} is off while a rule is attached; to "
             f"clip to it as well, write uc.chain(rule, uc.by_global_norm({limit}))"
@@ -118,7 +92,7 @@ def warn_of_limits(limits: tuple[Limit, ...], *, is_set_by_user: bool) -> None:
 def raise_if_replaced(source: Source) -> None:
     """Raise if an engine has a rule: gradients would be clipped twice."""
     method = vars(source.stepped).get(source.method)
-    if not isinstance(method, ReplacedMethod):
+    if not isinstance(method, ClippedStep):
         return
     msg = (
         f"this engine is clipped already, by {summarize(method.rule)}; call remove() of that "

@@ -12,6 +12,28 @@ Limit: TypeAlias = tuple[Any, str]
 """An object and its attribute that has the limit of an engine's own clipping, 0 for none."""
 
 
+_MISSING = object()
+
+
+class ReplacedAttribute:
+    """An attribute of an engine with another value, until `remove`."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._attributes = vars(owner)
+        self._name = name
+        self._value = value
+        self._before = self._attributes.get(name, _MISSING)
+        self._attributes[name] = value
+
+    def remove(self) -> None:
+        """Restore the attribute, unless another library has replaced it since."""
+        if self._attributes.get(self._name) is not self._value:
+            return
+        del self._attributes[self._name]
+        if self._before is not _MISSING:
+            self._attributes[self._name] = self._before
+
+
 class Part(NamedTuple):
     """What a process has of one parameter: consecutive elements of its flat form."""
 
