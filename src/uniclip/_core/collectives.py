@@ -31,6 +31,10 @@ from uniclip._core.norm_space import NormSpace
 from uniclip._core.tree import OpenedTree, Shard, ShardGroup
 from uniclip._errors import check, holds_arrays, summarize
 from uniclip.backends import backend_by
+from uniclip.backends.arithmetic import (
+    cast,
+    op_of,
+)
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import (
     NUMPY,
@@ -38,9 +42,7 @@ from uniclip.backends.base import (
     Op,
     Reduce,
     Terms,
-    cast,
     kept_lengths,
-    op_of,
     take,
 )
 from uniclip.scopes import Scope

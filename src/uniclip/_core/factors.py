@@ -16,8 +16,11 @@ from uniclip._core.measure import Measured, StepInputs
 from uniclip._core.plan import Plan
 from uniclip._errors import summarize
 from uniclip._types import Factors, Flags, Limits, Namespace, Norms
+from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import broadcasts
-from uniclip.backends.base import TRACED, cast
+from uniclip.backends.base import (
+    TRACED,
+)
 from uniclip.curves import RejectAbove, hard, never_amplifies, normalize, smooth, soft, tanh
 
 if TYPE_CHECKING:

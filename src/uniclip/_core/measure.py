@@ -23,6 +23,9 @@ from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, Step, Tensor
+from uniclip.backends.arithmetic import (
+    divided_by,
+)
 from uniclip.backends.arrays import check_shape, known_true
 from uniclip.backends.base import (
     FITS,
@@ -30,7 +33,6 @@ from uniclip.backends.base import (
     LIBRARY,
     NUMPY,
     Terms,
-    divided_by,
     expand_to_leaf,
 )
 from uniclip.norms import L2, Norm

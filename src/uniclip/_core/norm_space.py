@@ -17,6 +17,9 @@ import numpy as np
 from uniclip._core.tree import OpenedTree
 from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms, Tensor
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
+from uniclip.backends.arithmetic import (
+    cast,
+)
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
@@ -26,7 +29,6 @@ from uniclip.backends.base import (
     LeafInfo,
     Op,
     Terms,
-    cast,
     reduce_rows,
     stack_arrays,
 )

@@ -25,8 +25,16 @@ from uniclip._core.tree import OpenedTree, place
 from uniclip._errors import check, stable, summarize
 from uniclip._types import Path, Tensor
 from uniclip.backends import compiling
+from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes, LeafInfo, Products, in_groups, kept_lengths, take
+from uniclip.backends.base import (
+    TRACED,
+    Axes,
+    LeafInfo,
+    Products,
+    kept_lengths,
+    take,
+)
 from uniclip.scopes import Scope, all_leaves, everything
 
 if TYPE_CHECKING:

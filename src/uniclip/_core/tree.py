@@ -36,6 +36,7 @@ from uniclip.backends import (
     flatten_registered,
     tell_compilers,
 )
+from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
 from uniclip.backends.base import (
     NO_SHARDS,
@@ -45,7 +46,6 @@ from uniclip.backends.base import (
     Shards,
     View,
     WrappedLeaf,
-    cast,
     shards_of,
     take,
 )

@@ -21,21 +21,23 @@ from array_api_compat import is_lazy_array, is_writeable_array, to_device
 from numpy.lib.array_utils import byte_bounds
 
 from uniclip._types import Device, DType, Namespace, Tensor
+from uniclip.backends.arithmetic import (
+    PIECE,
+    cut,
+    power_sum,
+    times,
+)
 from uniclip.backends.base import (
     NUMPY,
-    PIECE,
     ArrayFacts,
     Axes,
     Backend,
     Storage,
     Terms,
     View,
-    cut,
     operand,
-    power_sum,
     stack_terms,
     take,
-    times,
 )
 
 Shape: TypeAlias = Iterable[Any]

@@ -20,18 +20,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import partial, reduce
-from itertools import accumulate, count
-from operator import add, and_
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import optree
 
-from uniclip._types import Device, DType, Factors, Namespace, T, Tensor, Tree
+from uniclip._types import Device, Factors, Namespace, T, Tensor, Tree
+from uniclip.backends.arithmetic import (
+    PIECE,
+    cast,
+    cut,
+    in_groups,
+    norm_dtype,
+    op_of,
+    power_sum,
+    times,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -60,8 +69,6 @@ NODES: list[tuple[type, Sequence[str], Callable[[Any, Any], Any]]] = []
 """Classes of uniclip to register with pytree libraries: each with the names of its children, and a
 function that rebuilds a node. Iterating over a node yields the children.
 """
-PIECE = 2**17
-"""The number of elements of a large array that are processed at a time, to fit into a cache."""
 NUMPY = (np.ndarray, np.generic)
 """The classes of NumPy's arrays."""
 HOST, LIBRARY, RECORDED, TRACED = range(4)
@@ -770,95 +777,6 @@ def stack_arrays(backend: Backend[A], arrays: Sequence[A]) -> A:
     return xp.stack([cast(xp, array, dtype) for array in moved])
 
 
-def op_of(p: float) -> Op:
-    """Return the reduction that combines sums of a power."""
-    return "max" if p == math.inf else "sum"
-
-
-def power_sum(backend: Backend[A], array: A, p: float, axes: Axes) -> A:
-    """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
-    pieces = backend.pieces(array, axes)
-    if pieces is None:
-        return _powers(backend, array, p, axes)
-
-    parts = [_powers(backend, piece, p, axes) for piece in pieces]
-    if axes is None or 0 in axes:
-        return _combine(backend, parts, op_of(p))
-    # Each piece has rows of the result.
-    return backend.xp.concat(parts, axis=0)
-
-
-def _combine(backend: Backend[A], parts: list[A], op: Op) -> A:
-    """Return the sum or the maximum of arrays of one shape."""
-    xp = backend.xp
-    if op == "sum":
-        return reduce(add, parts)
-
-    # The maximum function of some libraries ignores NaN.
-    largest_of = parts[0]
-    for part in parts[1:]:
-        largest_of = xp.where(xp.isnan(part) | (part > largest_of), part, largest_of)
-    return largest_of
-
-
-def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
-    """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
-    xp = backend.xp
-    if p == 2:
-        # Squares without an absolute value, whose derivative at 0 is undefined.
-        floats = [_wide(backend, part) for part in _real_parts(xp, x)]
-        squares = reduce(add, [part * part for part in floats])
-        return xp.sum(squares, axis=axes)
-
-    # Real numbers need no wider dtype until they are summed if no power is taken.
-    if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating"):
-        size = modulus(backend, x)
-    else:
-        size = xp.abs(x)
-
-    if p == math.inf:
-        return _wide(backend, largest(xp, size, axes))
-    powers = _wide(backend, size) if p == 1 else _power(xp, size, p)
-    return xp.sum(powers, axis=axes)
-
-
-def _real_parts(xp: Namespace, x: A) -> list[A]:
-    """Return real and imaginary part, only the former of real numbers."""
-    if xp.isdtype(x.dtype, "complex floating"):
-        return [xp.real(x), xp.imag(x)]
-    return [x]
-
-
-def divided_by(backend: Backend[A], x: A, p: float, unit: Any) -> A:
-    """Return ``x/unit`` or ``|x/unit|``, whose power p is summed, in the precision of sums."""
-    # A square needs no modulus, which has no second derivative at 0.
-    if p == 2 and not backend.xp.isdtype(x.dtype, "complex floating"):
-        return _wide(backend, x) / unit
-    return modulus(backend, x, unit)
-
-
-def modulus(backend: Backend[A], x: A, unit: Any = 1) -> A:
-    """Return ``|x/unit|`` in the precision of sums; no square of a complex number overflows."""
-    xp = backend.xp
-    sizes: list[A] = [xp.abs(_wide(backend, part)) / unit for part in _real_parts(xp, x)]
-    if len(sizes) == 1:
-        return sizes[0]
-
-    # The larger part is taken out of the root, so that no square overflows or underflows.
-    real, imag = sizes
-    top = xp.where(real > imag, real, imag)
-    low = xp.where(real > imag, imag, real)
-    ratio = low / xp.where(top > 0, top, xp.ones_like(top))
-    return top * xp.sqrt(1 + ratio * ratio)
-
-
-def _wide(backend: Backend[A], array: A) -> A:
-    """Return real numbers in the precision of sums: float64 if the library has it."""
-    xp = backend.xp
-    widest = xp.float64 if backend.array_facts([array]).double else xp.float32
-    return cast(xp, array, xp.result_type(array.dtype, widest))
-
-
 def operand(backend: Backend[A], array: A, factor: Any) -> A:
     """Return a factor as an array on the device of another array, in float32 or wider."""
     if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
@@ -868,232 +786,3 @@ def operand(backend: Backend[A], array: A, factor: Any) -> A:
     xp = backend.xp
     dtype = xp.result_type(array.dtype, xp.float32)
     return cast(xp, backend.to_device_of(array, factor), dtype)
-
-
-def sum_long_squares(
-    backend: Backend[A], terms: Terms, float32_sum: Callable[[A], A | None]
-) -> list[A]:
-    """Return ``Σ|x|²`` of each array in float64, of long arrays by float32 sums if these are
-    accurate.
-
-    A float32 sum saves the conversion of each element. ``float32_sum(array)`` returns it for a long
-    array, ``None`` for a short one. Each block has one conditional, whose rare branch measures its
-    long arrays again.
-    """
-    # Only arrays that are summed whole have long sums.
-    sums = []
-    long = {}
-    for number, term in enumerate(terms.by_array()):
-        array, _, axes = term
-        total = float32_sum(array) if axes is None else None
-        if total is None:
-            total = power_sum(backend, *term)
-        else:
-            long[number] = array
-        sums.append(total)
-
-    for block in terms.in_blocks(in_groups(range(len(sums)), terms.counts)):
-        groups = [group for group in block if not long.keys().isdisjoint(group)]
-        if groups:
-            _replace_long_sums(backend, sums, groups, long)
-    return sums
-
-
-def _replace_long_sums(
-    backend: Backend[A], sums: list[A], groups: list[Sequence[int]], long: dict[int, A]
-) -> None:
-    """Put float64 sums in place of the float32 sums of long arrays.
-
-    ``groups`` are the numbers of the arrays of each norm that has long ones.
-    """
-    xp = backend.xp
-    low, high = FITS
-
-    # Check the sum over all arrays of the norm, also short ones: if it is in range, squares that
-    # underflow in a long array add less than a rounding error.
-    in_range = []
-    for group in groups:
-        total = _combine(backend, [xp.astype(sums[number], xp.float32) for number in group], "sum")
-        in_range.append((total > low) & (total < high))
-
-    numbers = []
-    long_arrays = []
-    for group in groups:
-        members = [number for number in group if number in long]
-        long_arrays.append(take(long, members))
-        numbers += members
-
-    long_sums = _LongSums(backend, long_arrays, take(sums, numbers), in_range)
-    for number, total in zip(numbers, long_sums.in_float64(), strict=True):
-        sums[number] = total
-
-
-class _LongSums(NamedTuple):
-    """The float32 sums of the long arrays of one block, and the functions of its conditional."""
-
-    backend: Backend
-    arrays: list[list[Any]]
-    """The long arrays of each norm that has some."""
-    sums: list[Any]
-    """The sum of each of these arrays, one norm after the other."""
-    in_range: list[Any]
-    """For each of these norms, whether its float32 sum is accurate."""
-
-    def in_float64(self) -> list[Any]:
-        """Return accurate sums in float64, by one conditional."""
-        return self.backend.cond(
-            reduce(and_, self.in_range), self.widened, self.recomputed_unless_zero
-        )
-
-    def widened(self) -> list[Any]:
-        """Return the float32 sums, cast to float64."""
-        xp = self.backend.xp
-        return [xp.astype(total, xp.float64) for total in self.sums]
-
-    def recomputed_unless_zero(self) -> list[Any]:
-        """Return sums computed again, unless each norm that is out of range is that of zeros.
-
-        Zeros are common, for example in rows of an embedding that do not occur, and their sums are
-        exact.
-        """
-        accurate = []
-        for in_range, arrays in zip(self.in_range, self.arrays, strict=True):
-            accurate.append(in_range | self._are_zeros(arrays))
-        return self.backend.cond(reduce(and_, accurate), self.widened, self.recomputed)
-
-    def _are_zeros(self, arrays: list[Any]) -> Any:
-        """Return whether all elements are 0, by moduli, since their squares may underflow."""
-        xp = self.backend.xp
-        moduli = [xp.sum(xp.abs(xp.astype(array, xp.float32))) for array in arrays]
-        return xp.equal(_combine(self.backend, moduli, "sum"), 0)
-
-    def recomputed(self) -> list[Any]:
-        """Return sums computed in float64."""
-        sums = []
-        for arrays in self.arrays:
-            sums += [power_sum(self.backend, array, 2, None) for array in arrays]
-        return sums
-
-
-@contextmanager
-def enter_both(
-    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-) -> Iterator[None]:
-    """Return a context that enters two others."""
-    with first, second:
-        yield
-
-
-def in_groups(values: Sequence[Any] | View, lengths: Sequence[int]) -> list[Any]:
-    """Split consecutive values into groups of these lengths."""
-    ends = zip(accumulate(lengths), lengths, strict=True)
-    return [values[end - length : end] for end, length in ends]
-
-
-def cast(xp: Namespace, array: A, dtype: DType) -> A:
-    """Return the array in ``dtype``, or itself if it already has it."""
-    if array.dtype == dtype:
-        return array
-    return xp.astype(array, dtype)
-
-
-def real_dtype(xp: Namespace, dtype: DType) -> DType:
-    """Return the real dtype of the same precision."""
-    if not xp.isdtype(dtype, "complex floating"):
-        return dtype
-    return xp.abs(xp.zeros((), dtype=dtype)).dtype
-
-
-def norm_dtype(xp: Namespace, arrays: Sequence[Tensor]) -> DType:
-    """Return the real dtype, float32 or wider, of the norm of arrays."""
-    dtypes = {array.dtype for array in arrays}
-    if not dtypes:
-        return xp.float32
-
-    wide = [xp.result_type(dtype, xp.float32) for dtype in dtypes]
-    return real_dtype(xp, reduce(xp.result_type, wide))
-
-
-def sum_dtype(xp: Namespace, dtype: DType) -> DType:
-    """Return the dtype for sums: float32 or wider, of integers int32 or wider."""
-    if not xp.isdtype(dtype, "integral"):
-        return xp.result_type(dtype, xp.float32)
-    if xp.iinfo(dtype).max < xp.iinfo(xp.int32).max:
-        return xp.int32
-    return dtype
-
-
-def times(xp: Namespace, array: A, factor: A, zero: bool) -> A:
-    """Return ``array · factor`` in the array's dtype.
-
-    With ``zero``, a factor of 0 turns NaN and ∞ into 0, too.
-    """
-    wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
-    if zero:
-        wide = zeroed(xp, wide, factor)
-    product = wide * factor
-
-    # A product with the complex number 1 can change the sign of a zero.
-    if xp.isdtype(wide.dtype, "complex floating"):
-        product = xp.where(xp.equal(factor, 1.0), wide, product)
-    return cast(xp, product, array.dtype)
-
-
-def zeroed(xp: Namespace, array: A, factor: A) -> A:
-    """Return the array with 0 where the factor is 0: a product with NaN or ∞ would be NaN."""
-    return xp.where(xp.equal(factor, 0.0), 0.0, array)
-
-
-def same(factors: Sequence[Any]) -> bool:
-    """Return whether all factors are the same 0-d array."""
-    first = factors[0]
-    return getattr(first, "shape", None) == () and all([factor is first for factor in factors])
-
-
-def finite_or_zero(xp: Namespace, array: A) -> A:
-    """Return the array with 0 for each element that is not finite."""
-    # NumPy widens the bfloat16 of ml_dtypes in an operation with a Python number, so cast back.
-    return cast(xp, xp.where(xp.isfinite(array), array, 0.0), array.dtype)
-
-
-def cut(xp: Namespace, array: A, axes: Axes, size: int) -> Iterable[A] | None:
-    """Return the pieces of an array of more than ``size`` elements, as `Backend.pieces` does."""
-    if math.prod(array.shape) <= size:
-        return None
-
-    # The first axis may be too short to be cut into small pieces.
-    if axes is None:
-        array = xp.reshape(array, (-1,))
-    return (array[rows, ...] for rows in row_slices(array.shape, size))
-
-
-def row_slices(shape: tuple[int, ...], piece: int = PIECE) -> list[slice]:
-    """Return slices of the first axis that cut a large array into pieces."""
-    length = shape[0]
-    step = max(1, piece * length // math.prod(shape))
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def largest(xp: Namespace, size: A, axes: Axes) -> A:
-    """Return the largest modulus over ``axes``, 0 over no elements."""
-    if axes == ():
-        return size
-
-    # In TensorFlow's graphs, a shape of unknown rank cannot be iterated over.
-    if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:
-        return xp.sum(size, axis=axes)
-
-    # A shape that is known only at run time may be empty, and the maximum is -∞ then.
-    top = xp.max(size, axis=axes)
-    return xp.where(top < 0, xp.zeros_like(top), top)
-
-
-def _power(xp: Namespace, size: A, p: float) -> A:
-    """Return the power of a modulus, with finite second derivatives at 0."""
-    if p > 2:
-        return size**p
-
-    # The second derivative of a smaller power is infinite at 0, and times 0 it would be NaN.
-    zero = xp.equal(size, 0.0)
-    nonzero = xp.where(zero, xp.ones_like(size), size)
-    return xp.where(zero, size, nonzero**p)

@@ -30,6 +30,13 @@ except ImportError:  # JAX 0.8
     from jax.core import get_opaque_trace_state
 
 from uniclip._types import Path, Tree
+from uniclip.backends.arithmetic import (
+    enter_both,
+    power_sum,
+    same,
+    sum_dtype,
+    zeroed,
+)
 from uniclip.backends.base import (
     HOST,
     NODES,
@@ -45,15 +52,10 @@ from uniclip.backends.base import (
     Terms,
     View,
     WrappedLeaf,
-    enter_both,
     operand,
-    power_sum,
     rounded_norm,
-    same,
     stack_terms,
-    sum_dtype,
     take,
-    zeroed,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import (

@@ -19,11 +19,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._types import Device, DType, Tree
+from uniclip.backends.arithmetic import (
+    PIECE,
+    in_groups,
+    power_sum,
+    row_slices,
+)
 from uniclip.backends.base import (
     FITS,
     HOST,
     NUMPY,
-    PIECE,
     ArrayFacts,
     Axes,
     Backend,
@@ -32,10 +37,7 @@ from uniclip.backends.base import (
     Storage,
     Terms,
     View,
-    in_groups,
-    power_sum,
     rounded_norm,
-    row_slices,
     stack_terms,
     take,
 )

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -25,12 +26,23 @@ from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 
 from uniclip._types import Device, Number, Tree
+from uniclip.backends.arithmetic import (
+    PIECE,
+    combine,
+    enter_both,
+    in_groups,
+    power_sum,
+    row_slices,
+    same,
+    sum_dtype,
+)
 from uniclip.backends.base import (
+    FITS,
     HOST,
     LIBRARY,
-    PIECE,
     RECORDED,
     TRACED,
+    A,
     ArrayFacts,
     Axes,
     Backend,
@@ -39,14 +51,10 @@ from uniclip.backends.base import (
     Terms,
     View,
     WrappedLeaf,
-    enter_both,
     operand,
     rounded_norm,
-    row_slices,
-    same,
     stack_terms,
-    sum_dtype,
-    sum_long_squares,
+    take,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import FULL, sum_of_squares
@@ -528,6 +536,111 @@ def _length(length: int | tf.Tensor | None) -> int | tf.Tensor | None:
     if tf.is_symbolic_tensor(length):
         return tf.cast(length, tf.float64)
     return length if length is None else int(length)
+
+
+def sum_long_squares(
+    backend: Backend[A], terms: Terms, float32_sum: Callable[[A], A | None]
+) -> list[A]:
+    """Return ``Σ|x|²`` of each array in float64, of long arrays by float32 sums if these are
+    accurate.
+
+    A float32 sum saves the conversion of each element. ``float32_sum(array)`` returns it for a long
+    array, ``None`` for a short one. Each block has one conditional, whose rare branch measures its
+    long arrays again.
+    """
+    # Only arrays that are summed whole have long sums.
+    sums = []
+    long = {}
+    for number, term in enumerate(terms.by_array()):
+        array, _, axes = term
+        total = float32_sum(array) if axes is None else None
+        if total is None:
+            total = power_sum(backend, *term)
+        else:
+            long[number] = array
+        sums.append(total)
+
+    for block in terms.in_blocks(in_groups(range(len(sums)), terms.counts)):
+        groups = [group for group in block if not long.keys().isdisjoint(group)]
+        if groups:
+            _replace_long_sums(backend, sums, groups, long)
+    return sums
+
+
+def _replace_long_sums(
+    backend: Backend[A], sums: list[A], groups: list[Sequence[int]], long: dict[int, A]
+) -> None:
+    """Put float64 sums in place of the float32 sums of long arrays.
+
+    ``groups`` are the numbers of the arrays of each norm that has long ones.
+    """
+    xp = backend.xp
+    low, high = FITS
+
+    # Check the sum over all arrays of the norm, also short ones: if it is in range, squares that
+    # underflow in a long array add less than a rounding error.
+    in_range = []
+    for group in groups:
+        total = combine(backend, [xp.astype(sums[number], xp.float32) for number in group], "sum")
+        in_range.append((total > low) & (total < high))
+
+    numbers = []
+    long_arrays = []
+    for group in groups:
+        members = [number for number in group if number in long]
+        long_arrays.append(take(long, members))
+        numbers += members
+
+    long_sums = _LongSums(backend, long_arrays, take(sums, numbers), in_range)
+    for number, total in zip(numbers, long_sums.in_float64(), strict=True):
+        sums[number] = total
+
+
+class _LongSums(NamedTuple):
+    """The float32 sums of the long arrays of one block, and the functions of its conditional."""
+
+    backend: Backend
+    arrays: list[list[Any]]
+    """The long arrays of each norm that has some."""
+    sums: list[Any]
+    """The sum of each of these arrays, one norm after the other."""
+    in_range: list[Any]
+    """For each of these norms, whether its float32 sum is accurate."""
+
+    def in_float64(self) -> list[Any]:
+        """Return accurate sums in float64, by one conditional."""
+        return self.backend.cond(
+            reduce(and_, self.in_range), self.widened, self.recomputed_unless_zero
+        )
+
+    def widened(self) -> list[Any]:
+        """Return the float32 sums, cast to float64."""
+        xp = self.backend.xp
+        return [xp.astype(total, xp.float64) for total in self.sums]
+
+    def recomputed_unless_zero(self) -> list[Any]:
+        """Return sums computed again, unless each norm that is out of range is that of zeros.
+
+        Zeros are common, for example in rows of an embedding that do not occur, and their sums are
+        exact.
+        """
+        accurate = []
+        for in_range, arrays in zip(self.in_range, self.arrays, strict=True):
+            accurate.append(in_range | self._are_zeros(arrays))
+        return self.backend.cond(reduce(and_, accurate), self.widened, self.recomputed)
+
+    def _are_zeros(self, arrays: list[Any]) -> Any:
+        """Return whether all elements are 0, by moduli, since their squares may underflow."""
+        xp = self.backend.xp
+        moduli = [xp.sum(xp.abs(xp.astype(array, xp.float32))) for array in arrays]
+        return xp.equal(combine(self.backend, moduli, "sum"), 0)
+
+    def recomputed(self) -> list[Any]:
+        """Return sums computed in float64."""
+        sums = []
+        for arrays in self.arrays:
+            sums += [power_sum(self.backend, array, 2, None) for array in arrays]
+        return sums
 
 
 BACKEND = _TensorFlow(namespace)

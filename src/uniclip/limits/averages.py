@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from uniclip._errors import Checks, at_least, below_one, nonnegative
 from uniclip._types import Flags, Limits, Norms, Tensor
-from uniclip.backends.base import cast
+from uniclip.backends.arithmetic import cast
 from uniclip.limits.base import (
     Context,
     StatefulLimit,

@@ -15,7 +15,7 @@ import numpy as np
 
 from uniclip._errors import Checks, at_least, check_range, flag, nonnegative, positive
 from uniclip._types import DType, Limits, Namespace, Norms, Tensor
-from uniclip.backends.base import cast
+from uniclip.backends.arithmetic import cast
 from uniclip.limits.base import Context, StatefulLimit, align, push, zero_counts, zeros
 
 _Host: TypeAlias = np.ndarray[Any, Any]

@@ -16,11 +16,18 @@ from array_api_compat import torch as compat
 from torch.autograd.graph import increment_version
 
 from uniclip._types import Device, Tree
+from uniclip.backends.arithmetic import (
+    PIECE,
+    enter_both,
+    in_groups,
+    power_sum,
+    row_slices,
+    same,
+)
 from uniclip.backends.arrays import Address
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
-    PIECE,
     RECORDED,
     TRACED,
     ArrayFacts,
@@ -31,11 +38,6 @@ from uniclip.backends.base import (
     Terms,
     View,
     WrappedLeaf,
-    enter_both,
-    in_groups,
-    power_sum,
-    row_slices,
-    same,
     stack_terms,
     take,
     unchanged,
