@@ -8,7 +8,7 @@ the vector also has what else processes exchange, the `Payload`. Sums are reduce
 the library has it, so that nothing overflows. Replicas count once: sums of those that ``shared``
 marks are divided by their number; those along a mesh are not reduced, or are divided, too, if all
 processes have to agree. Facts that never change are agreed on at the first step, by
-`Reduction.agree`. A run of one process uses nothing of this module.
+`Reduction.agree`. In a run of one process nothing is reduced.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _SAFE_POWER = 6
 
 
 class StepInputs(NamedTuple):
-    """What a step works on; made once a step."""
+    """What a step works on."""
 
     rule: Choices
     trees: list[OpenedTree]

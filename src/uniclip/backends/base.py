@@ -2,18 +2,18 @@
 """The interface between the core and a framework: hooks, with defaults for array API libraries.
 
 Nothing here is specific to a framework. A library that follows the array API standard needs no
-file: `uniclip.backends.arrays.Standard` is its backend. The backend of another library:
+file: `uniclip.backends.arrays.Standard` is its backend. Each hook has a default. The backend of
+another library overrides those whose default is not right for its arrays:
 
-- *must* describe its arrays (`signature`, `is_array`, `unsupported_reason`, `unwrap`), where they
-  are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`, `from_host`,
-  `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`, `to_keep`,
-  `computation_context`, `allow_float64`, `debug_infs`);
-- *may* override hooks for speed and for changes in place (`one_norm`, `scale_all`,
-  `clip_at_once`, `sums`, `norms`, `pieces`, `scale`, `sum_products`, `multiply`, `bound`,
-  `unstack`, `storage`, `write`), for constants on a device (`constant`), for CUDA graphs
-  (`captured`), and for shards in several processes (`reducer`, `replicas`, `rank`);
-- *may* override hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`,
-  `fence`, `cond`).
+- hooks that describe arrays (`signature`, `is_array`, `unsupported_reason`, `unwrap`), say where
+  they are and who can read them (`mode`, `array_facts`, `readable`, `as_numpy`, `device`,
+  `from_host`, `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`,
+  `to_keep`, `computation_context`, `allow_float64`, `debug_infs`);
+- hooks for speed and for changes in place (`one_norm`, `scale_all`, `clip_at_once`, `sums`,
+  `norms`, `pieces`, `scale`, `sum_products`, `multiply`, `bound`, `unstack`, `storage`, `write`),
+  for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in several
+  processes (`reducer`, `replicas`, `rank`);
+- hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`, `fence`, `cond`).
 """
 
 from __future__ import annotations
