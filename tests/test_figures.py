@@ -6,10 +6,8 @@ Other measurements stand in generated tables. The prose of pages has none.
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
-import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,24 +58,6 @@ def torch_of(environment: str) -> str:
     return found("tox.ini", rf"\[testenv:{environment}\] [^\[]*? deps = torch==([\d.]+)\.\* ")
 
 
-def count_lines(file: Path) -> int:
-    """Return the number of lines of code, without docstrings and comments."""
-    lines, begins = set[int](), True
-    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
-        between = token.type in {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-        if between or token.type in {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER}:
-            begins |= between
-        else:
-            docstring, begins = begins and token.type == tokenize.STRING, False
-            lines |= set() if docstring else {*range(token.start[0], token.end[0] + 1)}
-    return len(lines)
-
-
-def hundreds_of_lines(files: list[Path]) -> str:
-    """Return the number of lines of code of files, to hundreds."""
-    return f"{round(sum(map(count_lines, files)), -2):,}"
-
-
 RULES = len(re.findall(r"~uniclip\.\w", read("docs/api/presets.md")))
 CASES = sum(map(len, GROUPS.values()))
 RIGHT, WRONG = tally()["uniclip"][0], tally()["at least one built-in"][1]
@@ -90,18 +70,16 @@ LOWEST_TORCH, COMPILED_TORCH = lowest("torch"), torch_of("torch-2-11")
 
 def of_readme() -> list[str]:
     """Return the README's sentences with figures."""
-    source, outside = ROOT / "src" / "uniclip", {"integrations", "insight"}
-    core = [file for file in source.rglob("*.py") if not outside & {*file.parts}]
-    step = [source / "_core" / "spine.py", source / "_core" / "step.py"]
+    libraries = "PyTorch", "TensorFlow", "Keras", "optax", "MLX"
+    counts = {name: [int(count) for count in tally()[name]] for name in libraries}
+    wrong = [f"{name} {count[1]} of {sum(count[:3])}" for name, count in counts.items()]
     cpu, gpu = data("speed-step")["about"], data("speed-gpu")["about"]
     return [
         f"It has {RULES} published clipping rules:",
-        f"In {WRONG} of {CASES} cases at least one function of",
+        f"in: {', '.join(wrong)}. In all five",
         f"uniclip is right in all {RIGHT}. See",
         f"CPU ({cpu['cores']} cores of an {cpu['cpu']}): time of the clipping call",
         f"GPU ({gpu['device']}): GPU time, {gpu['what']}; `attach`",
-        f"is {hundreds_of_lines(core)} lines of code in {len(core)} files.",
-        f"share one step of {hundreds_of_lines(step)} lines.",
         f"with Python {PYTHONS[0]} or later",
         f"(Python {MAIN_PYTHON}; the tests take",
     ]
@@ -219,7 +197,7 @@ def test_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"speed-{name}" for name in ("step", "rules", "processes", "growth", "gpu")]
     measured = {name: data(name) for name in [*names, "launches"]}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    said = readme[readme.index("- **Fast.**") : readme.index("- **Small")]
+    said = readme[readme.index("- **Fast.**") : readme.index("- **Readable")]
     tables = importlib.import_module("performance_tables").parts(measured)
     assert cells(said) == cells(tables["readme"])
 
