@@ -40,10 +40,7 @@ from uniclip._types import Array, DType, Namespace, Number, Path, Step, T, Tenso
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import broadcasts, from_numpy, known_ordered, same_shape
-from uniclip.backends.base import (
-    fill_places,
-    take,
-)
+from uniclip.backends.base import fill_places, take
 from uniclip.limits import NoState
 from uniclip.report import ChainReport, Report
 from uniclip.rule import BaseRule, Rule, take_step

@@ -21,12 +21,7 @@ from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import summarize
 from uniclip._types import Flags, Tree
 from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of, outlives
-from uniclip.backends.base import (
-    NODES,
-    NUMPY,
-    stack_arrays,
-    take,
-)
+from uniclip.backends.base import NODES, NUMPY, stack_arrays, take
 
 NORM = "clip/norm"
 LIMIT = "clip/limit"

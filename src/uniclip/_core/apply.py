@@ -17,11 +17,7 @@ from uniclip._errors import summarize
 from uniclip._types import Factors, State
 from uniclip.backends import replacement
 from uniclip.backends.arithmetic import cast
-from uniclip.backends.base import (
-    Products,
-    WrappedLeaf,
-    take,
-)
+from uniclip.backends.base import Products, WrappedLeaf, take
 from uniclip.report import Report
 from uniclip.scopes import everything
 

@@ -18,9 +18,7 @@ from uniclip._errors import summarize
 from uniclip._types import Factors, Flags, Limits, Namespace, Norms
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import broadcasts
-from uniclip.backends.base import (
-    TRACED,
-)
+from uniclip.backends.base import TRACED
 from uniclip.curves import RejectAbove, hard, never_amplifies, normalize, smooth, soft, tanh
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from uniclip._core.tree import OpenedTree
 from uniclip._errors import real, summarize
 from uniclip._types import Norms, Tensor
 from uniclip.backends.arrays import check_shape
-from uniclip.backends.base import (
-    NUMPY,
-)
+from uniclip.backends.base import NUMPY
 from uniclip.limits import Constant, Context, Limit, NoState, PerGroup, Relative
 
 if TYPE_CHECKING:

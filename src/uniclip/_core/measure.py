@@ -23,18 +23,9 @@ from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, Step, Tensor
-from uniclip.backends.arithmetic import (
-    divided_by,
-)
+from uniclip.backends.arithmetic import divided_by
 from uniclip.backends.arrays import check_shape, known_true
-from uniclip.backends.base import (
-    FITS,
-    FITS_FLOAT64,
-    LIBRARY,
-    NUMPY,
-    Terms,
-    expand_to_leaf,
-)
+from uniclip.backends.base import FITS, FITS_FLOAT64, LIBRARY, NUMPY, Terms, expand_to_leaf
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:

@@ -17,9 +17,7 @@ import numpy as np
 from uniclip._core.tree import OpenedTree
 from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms, Tensor
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
-from uniclip.backends.arithmetic import (
-    cast,
-)
+from uniclip.backends.arithmetic import cast
 from uniclip.backends.base import (
     HOST,
     LIBRARY,

@@ -27,14 +27,7 @@ from uniclip._types import Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import (
-    TRACED,
-    Axes,
-    LeafInfo,
-    Products,
-    kept_lengths,
-    take,
-)
+from uniclip.backends.base import TRACED, Axes, LeafInfo, Products, kept_lengths, take
 from uniclip.scopes import Scope, all_leaves, everything
 
 if TYPE_CHECKING:

@@ -26,9 +26,7 @@ from uniclip._core.tree import flatten_known, open_leaves
 from uniclip._errors import check_step_arguments
 from uniclip._types import Step, Tree
 from uniclip.backends import BACKEND_CACHE, DEFAULT, backend_of
-from uniclip.backends.arithmetic import (
-    cast,
-)
+from uniclip.backends.arithmetic import cast
 from uniclip.backends.base import (
     FLOAT32_MAX,
     HOST,

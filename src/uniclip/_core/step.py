@@ -30,15 +30,8 @@ from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
 from uniclip._types import Factors, Flags, Step
 from uniclip.backends import Backend, backend_of, library_of
-from uniclip.backends.arithmetic import (
-    finite_or_zero,
-)
-from uniclip.backends.base import (
-    HOST,
-    LIBRARY,
-    NUMPY,
-    TRACED,
-)
+from uniclip.backends.arithmetic import finite_or_zero
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED
 from uniclip.curves import rejects
 from uniclip.report import StepValues
 

@@ -30,13 +30,7 @@ except ImportError:  # JAX 0.8
     from jax.core import get_opaque_trace_state
 
 from uniclip._types import Path, Tree
-from uniclip.backends.arithmetic import (
-    enter_both,
-    power_sum,
-    same,
-    sum_dtype,
-    zeroed,
-)
+from uniclip.backends.arithmetic import enter_both, power_sum, same, sum_dtype, zeroed
 from uniclip.backends.base import (
     HOST,
     NODES,

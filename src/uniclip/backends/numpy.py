@@ -19,12 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._types import Device, DType, Tree
-from uniclip.backends.arithmetic import (
-    PIECE,
-    in_groups,
-    power_sum,
-    row_slices,
-)
+from uniclip.backends.arithmetic import PIECE, in_groups, power_sum, row_slices
 from uniclip.backends.base import (
     FITS,
     HOST,

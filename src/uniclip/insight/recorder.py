@@ -21,9 +21,7 @@ from uniclip._errors import check, real, summarize, whole
 from uniclip._types import Norms, Number, Step, Tree
 from uniclip._warnings import warn
 from uniclip.backends import compiling
-from uniclip.backends.base import (
-    stack_arrays,
-)
+from uniclip.backends.base import stack_arrays
 from uniclip.compose import AnyRule, as_rule
 from uniclip.insight.record import PENDING_RECORDERS, RESERVED_KEYS, SCALAR_PREFIX, File, Row
 from uniclip.insight.spikes import WINDOW, spike_thresholds

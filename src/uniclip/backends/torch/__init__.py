@@ -16,14 +16,7 @@ from array_api_compat import torch as compat
 from torch.autograd.graph import increment_version
 
 from uniclip._types import Device, Tree
-from uniclip.backends.arithmetic import (
-    PIECE,
-    enter_both,
-    in_groups,
-    power_sum,
-    row_slices,
-    same,
-)
+from uniclip.backends.arithmetic import PIECE, enter_both, in_groups, power_sum, row_slices, same
 from uniclip.backends.arrays import Address
 from uniclip.backends.base import (
     HOST,

@@ -24,12 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.linalg import vector_norm
 
 from uniclip.backends.arithmetic import PIECE
-from uniclip.backends.base import (
-    FITS,
-    FITS_FLOAT64,
-    Backend,
-    OneNorm,
-)
+from uniclip.backends.base import FITS, FITS_FLOAT64, Backend, OneNorm
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import in_forward_mode, tracing
