@@ -40,7 +40,7 @@ _OPTIMIZERS = {"deepspeed.DeepSpeedOptimizer", "megatron.MegatronOptimizer"}
 
 
 class Engine:
-    """An engine, and the arguments of `attach` that it knows itself."""
+    """An engine, and the arguments that it supplies to `attach`."""
 
     def __init__(
         self, inside: Any, source: Source | None, limits: tuple[Limit, ...], engine: Any
@@ -68,8 +68,8 @@ class Engine:
         """
         if reduces:
             msg = (
-                f"{self.kind} knows which processes have the other parts of "
-                "its parameters; leave all_reduce= and shared= out"
+                f"{self.kind} knows which processes have the other parts of its parameters; leave "
+                "all_reduce= and shared= out"
             )
             raise ValueError(msg)
         if self._source is not None:

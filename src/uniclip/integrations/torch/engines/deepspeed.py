@@ -37,32 +37,24 @@ class _Zero(Source):
     """Its attribute that says whether gradients are on the host."""
 
     def __init__(self, zero: Any, names: dict[int, str]) -> None:
-        kind = type(zero).__qualname__
-        for attribute, what in _REFUSED.items():
-            if getattr(zero, attribute, False):
-                msg = (
-                    f"uniclip can't clip inside of DeepSpeed's {kind} with {what}; use its "
-                    "gradient_clipping"
-                )
-                raise ValueError(msg)
-        parallel = getattr(zero, "model_parallel_group", None)
-        if parallel is not None and torch.distributed.get_world_size(parallel) > 1:
-            msg = (
-                f"uniclip can't clip inside of DeepSpeed's {kind} with tensor parallelism; use its "
-                "gradient_clipping"
-            )
-            raise ValueError(msg)
-
         self.stepped = zero
         self._zero = zero
         self.limits = ((zero, "clip_grad"),)
         process_groups = {id(group): group for group in self._process_groups()}
+
+        refused = [what for attribute, what in _REFUSED.items() if getattr(zero, attribute, False)]
+        parallel = getattr(zero, "model_parallel_group", None)
+        if parallel is not None and torch.distributed.get_world_size(parallel) > 1:
+            refused.append("tensor parallelism")
         if len(process_groups) > 1:
+            refused.append("parameters of several groups of processes, as those of experts")
+        if refused:
             msg = (
-                f"uniclip can't clip inside of DeepSpeed's {kind} whose parameters belong to "
-                "several groups of processes, as those of experts do; use its gradient_clipping"
+                f"uniclip can't clip inside of DeepSpeed's {type(zero).__qualname__} with "
+                f"{refused[0]}; use its gradient_clipping"
             )
             raise ValueError(msg)
+
         [self.group] = process_groups.values()
         self._flat: list[torch.Tensor] = []
         """The flat gradients of a step."""
