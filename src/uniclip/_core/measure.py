@@ -41,7 +41,7 @@ class StepInputs(NamedTuple):
     """What a step works on."""
 
     rule: Choices
-    trees: list[OpenedTree]
+    trees: Sequence[OpenedTree]
     """The gradients, and the parameters if the limit needs them."""
     step: Step
     state: Any

@@ -49,37 +49,34 @@ def run_general_step(
 ) -> StepResult:
     """Take a step of any kind: plan, measure, ask the limit and the curve, apply.
 
-    The parameters are opened here, and put beside the gradients into the list ``inputs.trees``.
     What follows the measurement is done by ``finish``, if that can.
     """
-    rule, trees, step, _, constant = inputs
-    tree = trees[0]
+    rule, _, step, _, constant = inputs
     if (
         step.params is not None
         or step.all_reduce is not None
         or step.loss is not None
         or "params" in rule.limit.needs
     ):
-        trees[:] = _open_params(rule, tree, step)
-        tree = trees[0]
+        inputs = _with_params(inputs)
 
-    backend = tree.leaf_info.backend
     mode = find_mode(inputs)
-    if len(trees) > 1 and mode != HOST:
-        trees[1] = _detach(trees[1])
+    tree, *params = inputs.trees
+    if params and mode != HOST:
+        inputs = inputs._replace(trees=[tree, _detach(params[0])])
 
     # New arrays go to the device of the first gradient; without gradients, of the first parameter.
     first = tree.first
-    if first is None and len(trees) > 1:
-        first = _first_leaf(trees[1])
-    with backend.computation_context(first):
+    if first is None and params:
+        first = _first_leaf(params[0])
+    with tree.leaf_info.backend.computation_context(first):
         reduction = None
         if step.all_reduce is not None or step.shared is not None:
             reduction = _agree(rule, tree, mode, step)
         # Only in this mode: a compiler cannot look up the shape of a number that it knows as a
         # symbol.
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
-        plan = plan_for(rule, trees, mode, reduction, separate=separate)
+        plan = plan_for(rule, inputs.trees, mode, reduction, separate=separate)
 
         return _run_planned(plan, inputs, apply, finish)
 
@@ -152,14 +149,15 @@ def decide(
 # Open the inputs.
 
 
-def _open_params(rule: Choices, tree: OpenedTree, step: Step) -> list[OpenedTree]:
-    """Return the gradients, and the parameters if the limit needs them."""
+def _with_params(inputs: StepInputs) -> StepInputs:
+    """Return the inputs of a step with the parameters, opened, if the limit needs them."""
+    rule, [tree], step, _, _ = inputs
     # A loss that is reduced already has been validated.
     loss = None if isinstance(step.loss, Loss) else step.loss
     check_step_arguments(loss, step.params)
     raise_if_kept_axes(rule.scope, step.all_reduce)
     tree, params = with_params(rule, with_reduced_library(tree, step.all_reduce), step)
-    return [tree] if params is None else [tree, params]
+    return inputs._replace(trees=[tree] if params is None else [tree, params])
 
 
 def _detach(params: OpenedTree) -> OpenedTree:
