@@ -108,7 +108,7 @@ def plan_for(
     """
     tree = trees[0]
     if mode == TRACED:
-        return make_plan(rule, trees, mode, reduction, separate=separate)
+        return TreePlan(rule, trees, mode, reduction, separate=separate)
 
     # Shards are part of the key: which processes hold a leaf changes what is reduced.
     shapes = tuple(tree.shapes()) if rule.by_shape else None
@@ -118,7 +118,7 @@ def plan_for(
     plans = rule.cache.plans
     plan = plans.get(key)
     if plan is None:
-        plan = make_plan(rule, trees, mode, reduction, separate=separate)
+        plan = TreePlan(rule, trees, mode, reduction, separate=separate)
         if len(plans) >= PLAN_CACHE_SIZE:
             plans.clear()
         plans[key] = plan
@@ -126,57 +126,10 @@ def plan_for(
     return plan
 
 
-def make_plan(
-    rule: Choices,
-    trees: Sequence[OpenedTree],
-    mode: int,
-    reduction: Reduction | None,
-    *,
-    separate: bool,
-) -> Plan:
-    """Find which leaves share a norm, which norms form an array, and what processes reduce."""
-    # Everything else depends on which leaves share a norm.
-    tree = trees[0]
-    math_ = norm_space_of(tree, mode, reduction)
-    everywhere = has_absent_rows(rule, tree, reduction)
-    members = group_leaves(rule, tree, everywhere=everywhere)
-    _check_labels(rule, tree, members, reduction)
-
-    axes: list[Axes] = [None] * len(tree.leaves)
-    if rule.scope.axes is not None:
-        axes = [_covered_axes(tree, rule.scope, number) for number in range(len(tree.leaves))]
-        for group in members.values():
-            _check_equal_shapes(tree, axes, group)
-
-    if rule.stateful:
-        raise_if_rows(tree, axes, rule, "keeps state")
-
-    # Stack norms that can be computed together in one array.
-    blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
-    plan = Plan(math_, rule.scope, blocks, axes)
-    plan.spec = tree.spec
-    plan.members = take(members, _joined(blocks).labels)
-    _add_collectives(plan, rule, trees, reduction)
-    if not separate:
-        plan.shapes = _shapes_of_vector(plan, rule, tree)
-    plan.norm_blocks = plan.blocks if plan.shapes is None else [_joined(plan.blocks)]
-    plan.counts_elements = needs_sizes(rule.limit, rule.norm)
-    if plan.counts_elements and not math_.compiled and plan.collectives is None:
-        plan.counts_elements = False
-        with nullcontext() if math_.host else math_.library.allow_float64():
-            counts = plan.join_blocks(count_elements(plan, tree))
-            plan.sizes = sizes_of_counts(plan, counts, rule.norm.size_power)
-
-    return plan
-
-
 def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
     """Return the plan of a single norm over all leaves, for the spine."""
     math_ = NormSpace(leaf_info, mode, device, narrow=True)
-    plan = Plan(math_, all_leaves, [Block(((0,),), (None,))], [None])
-    plan.members = [[0]]
-    plan.norm_blocks = plan.blocks
-    return plan
+    return Plan(math_, all_leaves, [Block(((0,),), (None,))], [None], [[0]])
 
 
 def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> NormSpace:
@@ -190,9 +143,10 @@ def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> N
 
 
 class Plan:
-    """The norms of one rule on trees of one structure; made by `plan_for`."""
+    """The norms of one rule on trees of one structure; of one process, unless a `TreePlan`."""
 
-    # `make_plan` sets these last, since they depend on the rest of the plan.
+    spec: Any = None
+    """The structure of the tree."""
     collectives: Collectives | None = None
     """The reductions over processes; ``None`` in a run of one process."""
     shapes: list[tuple[int, ...]] | None = None
@@ -200,19 +154,18 @@ class Plan:
 
     ``None`` if they stay an array for each block.
     """
-    spec: Any = None
-    """The structure of the tree."""
-    members: list[list[int]]
-    """The leaves of each norm, absent ones too."""
-    norm_blocks: list[Block]
-    """The blocks between sums and products: `blocks`, or with `shapes` one block, the vector."""
     sizes: Sizes | None = None
     """The numbers of elements of the norms, if they are needed and known."""
     counts_elements = False
     """Whether each step counts the elements of its norms."""
 
     def __init__(
-        self, math_: NormSpace, scope: Scope, blocks: list[Block], axes: list[Axes]
+        self,
+        math_: NormSpace,
+        scope: Scope,
+        blocks: list[Block],
+        axes: list[Axes],
+        members: list[list[int]],
     ) -> None:
         self.math = math_
         """The norm space: where norms are computed."""
@@ -221,8 +174,8 @@ class Plan:
         """The groups of leaves of each array of norms."""
         self.axes = axes
         """The axes of each leaf that its norms cover, ``None`` for all."""
-        self.one_norm = is_one_norm(scope)
-        """Whether there is one norm for all leaves."""
+        self.members = members
+        """The leaves of each norm, absent ones too."""
 
         groups = _joined(blocks).groups
         self.order = [number for group in groups for number in group or [-1]]
@@ -242,6 +195,11 @@ class Plan:
         each_alone = all([len(group) <= 1 for group in groups])
         self.by_element = scope.axes is not None and each_alone and all([a == () for a in axes])
         """Whether each norm is the modulus of a single element, whatever its order."""
+        self.norm_blocks = blocks
+        """The blocks between sums and products.
+
+        They are `blocks`, or with `shapes` one block, the vector.
+        """
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> list[Any]:
         """Return the arrays of all blocks joined in one vector, if the plan has `shapes`."""
@@ -322,6 +280,11 @@ class Plan:
         return rows
 
     @property
+    def one_norm(self) -> bool:
+        """Whether there is one norm for all leaves."""
+        return is_one_norm(self.scope)
+
+    @property
     def is_empty(self) -> bool:
         """Whether all gradients are absent."""
         return max(self.order, default=-1) < 0
@@ -333,6 +296,52 @@ class Plan:
         if self.scope.label in {None, everything}:
             return labels
         return sorted(labels, key=_text)
+
+
+class TreePlan(Plan):
+    """The plan that a step finds, by `plan_for`."""
+
+    def __init__(
+        self,
+        rule: Choices,
+        trees: Sequence[OpenedTree],
+        mode: int,
+        reduction: Reduction | None,
+        *,
+        separate: bool,
+    ) -> None:
+        """Find which leaves share a norm, which norms form an array, and what processes reduce."""
+        # Everything else depends on which leaves share a norm.
+        tree = trees[0]
+        math_ = norm_space_of(tree, mode, reduction)
+        everywhere = has_absent_rows(rule, tree, reduction)
+        members = group_leaves(rule, tree, everywhere=everywhere)
+        _check_labels(rule, tree, members, reduction)
+
+        # Stack norms that can be computed together in one array.
+        axes = _axes_of_leaves(rule, tree, members)
+        blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
+        in_order = take(members, _joined(blocks).labels)
+        super().__init__(math_, rule.scope, blocks, axes, in_order)
+        self.spec = tree.spec
+
+        # The rest depends on which norms there are.
+        self.collectives = _collectives_of(self, rule, trees, reduction)
+        if not separate:
+            self.shapes = _shapes_of_vector(self, rule, tree)
+        if self.shapes is not None:
+            self.norm_blocks = [_joined(blocks)]
+        self.counts_elements = needs_sizes(rule.limit, rule.norm)
+        if self.counts_elements and not math_.compiled and self.collectives is None:
+            self.counts_elements = False
+            self.sizes = _sizes_of(self, rule, tree)
+
+
+def _sizes_of(plan: Plan, rule: Choices, tree: OpenedTree) -> Sizes:
+    """Return the numbers of elements of the norms."""
+    with nullcontext() if plan.math.host else plan.math.library.allow_float64():
+        counts = plan.join_blocks(count_elements(plan, tree))
+        return sizes_of_counts(plan, counts, rule.norm.size_power)
 
 
 def _places_of(blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
@@ -526,27 +535,29 @@ def _joined(blocks: Iterable[Block]) -> Block:
     return Block(tuple(groups), tuple(labels))
 
 
-def _add_collectives(
+def _collectives_of(
     plan: Plan, rule: Choices, trees: Sequence[OpenedTree], reduction: Reduction | None
-) -> None:
-    """Set the reductions over processes of a plan, if there are several processes."""
+) -> Collectives | None:
+    """Return the reductions over processes of a plan, ``None`` if there is one process."""
     tree = trees[0]
-    if reduction is not None or any([one.shards for one in trees]):
-        plan.collectives = Collectives(plan, rule, trees, reduction)
-        if plan.collectives.norms_sharded and rule.stateful:
-            msg = (
-                f"{summarize(rule)} keeps a state for norms along axes, and some of these axes are "
-                "sharded, so the state would differ from process to process; use a scope of whole "
-                "leaves, such as uc.scopes.each_leaf, or a stateless limit"
-            )
-            raise ValueError(msg)
-
     # In JAX, this call raises an error for leaves that vary along a mapped axis, since without
     # ``all_reduce`` each device would clip by a norm of its own part.
     if reduction is None and plan.math.compiled and rule.scope.axes is None:
         present = tree.leaf_info.present
         arrays = take(tree.arrays, present)
         tree.backend.replicas(arrays, None, None, lambda n: tree.place(present[n]))
+
+    if reduction is None and not any([one.shards for one in trees]):
+        return None
+    collectives = Collectives(plan, rule, trees, reduction)
+    if collectives.norms_sharded and rule.stateful:
+        msg = (
+            f"{summarize(rule)} keeps a state for norms along axes, and some of these axes are "
+            "sharded, so the state would differ from process to process; use a scope of whole "
+            "leaves, such as uc.scopes.each_leaf, or a stateless limit"
+        )
+        raise ValueError(msg)
+    return collectives
 
 
 def is_new(rule: Any) -> bool:
@@ -654,6 +665,19 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 
 
 # The axes that norms cover.
+
+
+def _axes_of_leaves(rule: Choices, tree: OpenedTree, members: Groups) -> list[Axes]:
+    """Return the axes of each leaf that its norms cover; raise if the rule cannot have them."""
+    axes: list[Axes] = [None] * len(tree.leaves)
+    if rule.scope.axes is not None:
+        axes = [_covered_axes(tree, rule.scope, number) for number in range(len(tree.leaves))]
+        for group in members.values():
+            _check_equal_shapes(tree, axes, group)
+
+    if rule.stateful:
+        raise_if_rows(tree, axes, rule, "keeps state")
+    return axes
 
 
 def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
