@@ -203,11 +203,6 @@ class NormSpace:
 
     # Operations on sums and norms.
 
-    def zeros(self, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return sums of 0, where the norms are."""
-        zero = np.zeros(shape, np.float64 if self.double else np.float32)
-        return zero if self.host else self.to_library(zero)
-
     def round_to_norms(self, array: Any) -> Tensor:
         """Return an array in the dtype of the norms."""
         # Norms are rounded before they are compared with limits, so that a norm equal to its limit
@@ -259,7 +254,8 @@ class NormSpace:
     def add(self, sums: list[Any], op: Op) -> Tensor:
         """Return the sum or the maximum of sums, 0 if there are none."""
         if not sums:
-            return self.zeros()
+            [zero] = self.as_norms([np.zeros((), np.float64 if self.double else np.float32)])
+            return zero
         if len(sums) == 1:
             return sums[0]
         # Stacked and reduced at once, since a chain of additions is slow to compile.
@@ -269,8 +265,7 @@ class NormSpace:
 
     def all(self, flags: list[Any]) -> Flags:
         """Return whether all of some flags are true."""
-        all_of = self._all_on_device if self.on_device else self.xp.all
-        of_arrays = [all_of(flag) if len(flag.shape) else flag for flag in flags]
+        of_arrays = [self._all_of(flag) if len(flag.shape) else flag for flag in flags]
         # A tree without leaves is finite, and reports an array for it as others do.
         if not of_arrays:
             return self.xp.asarray(1) == 1
@@ -278,9 +273,9 @@ class NormSpace:
             return of_arrays[0]
         return self.xp.all(stack_arrays(self.backend, of_arrays))
 
-    def _all_on_device(self, flags: Tensor) -> Flags:
+    def _all_of(self, flags: Tensor) -> Flags:
         """Return whether all flags of an array are true."""
-        # A reshape of a single flag starts no kernel.
+        # On an accelerator a reshape of a single flag starts no kernel.
         if tuple(flags.shape) == (1,):
             return self.xp.reshape(flags, ())
         return self.xp.all(flags)
@@ -302,11 +297,7 @@ class NormSpace:
 
         ``finite_norms`` are the norms, on an accelerator with NaN where they are not finite.
         """
-        if self.on_device and finite_norms is not None:
-            flags = [self.each_finite(*pair) for pair in zip(norms, finite_norms, strict=True)]
-        else:
-            flags = [self.xp.isfinite(norm) for norm in norms]
-
+        flags = list(map(self.each_finite, norms, finite_norms or norms))
         if elements_finite is not None:
             flags = [elements_finite, *flags]
         return self.all(flags)

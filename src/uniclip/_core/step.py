@@ -122,7 +122,7 @@ def decide(
     factors = compute_factors(plan, inputs, measured, limits)
     # NaN never enters a state.
     if rule.stateful:
-        new_state = _choose_state(step_finite, new_state, inputs.state)
+        new_state = state_where(step_finite, new_state, inputs.state)
 
     # Only the policy "skip" skips a step because it is not finite.
     kept = step_finite if rule.nonfinite == "skip" else None
@@ -309,20 +309,11 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     raise NonFiniteError(f"{msg} and {more} more" if more > 0 else msg)
 
 
-def state_where(flag: Flags, new: Any, old: Any, *, expected: bool = True) -> Any:
+def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
     """Return the new state if a flag is as expected, else the old state.
 
     Its arrays are on the devices of the new state.
     """
-    arrays: list[Any] = optree.tree_leaves(new)
-    if not arrays:
-        return new
-    with library_of(arrays[0]).computation_context(arrays[0]):
-        return _choose_state(flag, new, old, expected=expected)
-
-
-def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
-    """Do as `state_where`, within the context of a step."""
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
         return new
@@ -338,7 +329,8 @@ def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> An
             return backend.xp.where(flag_here, new, old_here)
         return backend.xp.where(flag_here, old_here, new)
 
-    return optree.tree_map(choose, new, old)
+    with backend.computation_context(arrays[0]):
+        return optree.tree_map(choose, new, old)
 
 
 def _is_skipped(
