@@ -30,7 +30,7 @@ from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.norms import L2, Norm
 from uniclip.report import Report
-from uniclip.scopes import Scope, all_leaves, everything
+from uniclip.scopes import Scope, all_leaves, everything, is_one_norm
 
 POLICIES = get_args(NonFinite)
 """Policies for gradients with NaN or ∞, or with a norm that overflows.
@@ -127,8 +127,7 @@ class Choices(Printed):
             limits = [of_group for _, of_group in limit.limits]
         constant = limit.value if type(limit) is Constant else None
 
-        whole = scope.label is everything and scope.axes is None
-        one_norm = whole and self.norm == L2 and not isinstance(limit, PerGroup)
+        one_norm = is_one_norm(scope) and self.norm == L2 and not isinstance(limit, PerGroup)
         holds_arrays = _holds_arrays(limits, self.curve)
         built_in = [isinstance(one, BuiltIn) and not isinstance(one, Schedule) for one in limits]
         own_curve = getattr(self.curve, "__module__", "") == hard.__module__

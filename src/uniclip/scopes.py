@@ -301,6 +301,16 @@ def stacked(layers: Layers, scope: Scope = each_leaf) -> Scope:
     return Scope(Stacked(layers, scope.axes), scope.label)
 
 
+def is_one_norm(scope: Scope) -> bool:
+    """Return whether a scope has one norm for all leaves."""
+    return scope.label is everything and scope.axes is None
+
+
+def with_layers(scope: Scope, layers: Layers | None) -> Scope:
+    """Return a scope of the layers that each leaf stacks, the same scope without ``layers``."""
+    return scope if layers is None else stacked(layers, scope)
+
+
 def groups(label: Label) -> Scope:
     """Give the leaves with equal ``label(path, leaf)`` one norm.
 

@@ -41,7 +41,7 @@ def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     for number in range(len(plan.blocks)):
         context = Context(plan.math.library, plan.blocks, zeros, number)
         state = rule.limit.init(context.norms, context)
-        _check_arrays(rule, plan, state)
+        _check_arrays(rule, plan, optree.tree_leaves(state))
         states.append(state)
     return states[0] if len(states) == 1 else tuple(states)
 
@@ -355,9 +355,9 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
         _check_rows(rule, plan, states)
 
 
-def _check_arrays(rule: Choices, plan: Plan, state: Any) -> None:
+def _check_arrays(rule: Choices, plan: Plan, leaves: list[Any]) -> None:
     """Raise if a limit has other objects in its state than arrays of numbers or flags."""
-    for leaf in optree.tree_leaves(state):
+    for leaf in leaves:
         is_flag = "bool" in str(getattr(leaf, "dtype", ""))
         if not (is_flag or isinstance(leaf, NUMPY) or plan.math.library.is_array(leaf)):
             msg = (
@@ -370,8 +370,8 @@ def _check_arrays(rule: Choices, plan: Plan, state: Any) -> None:
 
 def _check_shapes(rule: Choices, plan: Plan, new: Any, old: Any) -> None:
     """Raise if a limit returns a state of another structure or of other shapes than it got."""
-    _check_arrays(rule, plan, new)
     leaves, structure = optree.tree_flatten(new)
+    _check_arrays(rule, plan, leaves)
     old_leaves, old_structure = optree.tree_flatten(old)
     shapes = [tuple(leaf.shape) for leaf in leaves]
     old_shapes = [tuple(leaf.shape) for leaf in old_leaves]

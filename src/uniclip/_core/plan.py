@@ -27,8 +27,8 @@ from uniclip._types import Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes, LeafInfo, Products, kept_lengths, take
-from uniclip.scopes import Scope, all_leaves, everything
+from uniclip.backends.base import TRACED, Axes, Products, kept_lengths, take
+from uniclip.scopes import Scope, everything, is_one_norm
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -124,12 +124,6 @@ def plan_for(
         plans[key] = plan
 
     return plan
-
-
-def plan_of_one_norm(leaf_info: LeafInfo, mode: int, device: Any) -> Plan:
-    """Return the plan of a single norm over all leaves, for the spine."""
-    math_ = NormSpace(leaf_info, mode, device, narrow=True)
-    return Plan(math_, all_leaves, [Block(((0,),), (None,))], [None], [[0]])
 
 
 def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> NormSpace:
@@ -354,11 +348,6 @@ def _places_of(blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
 
 
 # Which leaves share a norm.
-
-
-def is_one_norm(scope: Scope) -> bool:
-    """Return whether a scope has one norm for all leaves."""
-    return scope.label is everything and scope.axes is None
 
 
 def has_absent_rows(rule: Choices, tree: OpenedTree, reduction: Reduction | None) -> bool:

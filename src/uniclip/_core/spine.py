@@ -20,7 +20,8 @@ import numpy as np
 from uniclip._core.apply import Apply, StepResult, scale_leaves
 from uniclip._core.collectives import Loss
 from uniclip._core.measure import Measured, StepInputs, convert_loss
-from uniclip._core.plan import PLAN_CACHE_SIZE, Plan, plan_of_one_norm
+from uniclip._core.norm_space import NormSpace
+from uniclip._core.plan import PLAN_CACHE_SIZE, Block, Plan
 from uniclip._core.step import decide, run_general_step, state_where
 from uniclip._core.tree import flatten_known, open_leaves
 from uniclip._errors import check_step_arguments
@@ -46,6 +47,7 @@ from uniclip.backends.base import (
 from uniclip.curves import RejectAbove, hard, never_amplifies, reject, rejects
 from uniclip.limits import Context
 from uniclip.report import ChainReport, LazyReport, Report, StepValues
+from uniclip.scopes import all_leaves
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -491,7 +493,8 @@ def _plan_at(place: NormPlace, mode: int = HOST) -> Plan:
     backend, device, dtype = place
     # Without an array norms are float32.
     like = [] if dtype is np.float32 else [backend.from_host(np.zeros((), dtype), device)]
-    return plan_of_one_norm(LeafInfo(backend, like, ()), mode, device)
+    math_ = NormSpace(LeafInfo(backend, like, ()), mode, device, narrow=True)
+    return Plan(math_, all_leaves, [Block(((0,),), (None,))], [None], [[0]])
 
 
 def _values_of(

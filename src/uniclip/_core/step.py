@@ -25,7 +25,7 @@ from uniclip._core.collectives import (
 from uniclip._core.factors import compute_factors, zero_where_skipped
 from uniclip._core.limiting import find_absent, find_limits, raise_if_limits_by_row
 from uniclip._core.measure import Measured, StepInputs, measure
-from uniclip._core.plan import Plan, is_one_norm, names_of_norms, norm_space_of, plan_for
+from uniclip._core.plan import Plan, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
 from uniclip._types import Factors, Flags, Step
@@ -34,6 +34,7 @@ from uniclip.backends.arithmetic import finite_or_zero
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED
 from uniclip.curves import rejects
 from uniclip.report import StepValues
+from uniclip.scopes import is_one_norm
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices

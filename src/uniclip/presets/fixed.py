@@ -16,8 +16,7 @@ from uniclip.limits import PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.norms import RMS, Norm
 from uniclip.rule import Rule, preset
-from uniclip.scopes import Label, Layers, Scope, all_leaves, each_leaf, groups
-from uniclip.scopes import stacked as stacked_scope
+from uniclip.scopes import Label, Layers, Scope, all_leaves, each_leaf, groups, with_layers
 
 __all__ = [
     "by_average_norm",
@@ -100,11 +99,7 @@ def by_norm(  # noqa: PLR0913 - the arguments of the published rule, and of its 
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    scope = each_leaf
-    if axis is not None:
-        scope = Scope(axes=axis)
-    if stacked is not None:
-        scope = stacked_scope(stacked, scope)
+    scope = with_layers(each_leaf if axis is None else Scope(axes=axis), stacked)
     return Rule(max_norm, scope=scope, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
@@ -225,7 +220,7 @@ def by_block_rms(
     >>> uc.clip(np.asarray([7.0, 1.0]), uc.by_block_rms(1.0))[0]
     array([1.4, 0.2])
     """
-    scope = each_leaf if stacked is None else stacked_scope(stacked)
+    scope = with_layers(each_leaf, stacked)
     return Rule(max_norm, scope=scope, norm=RMS, nonfinite=nonfinite)
 
 

@@ -8,8 +8,7 @@ from uniclip._types import Array, NonFinite, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.norms import Norm
 from uniclip.rule import Rule, preset
-from uniclip.scopes import Layers, Scope, each_leaf, each_row, unit
-from uniclip.scopes import stacked as stacked_scope
+from uniclip.scopes import Layers, Scope, each_leaf, each_row, unit, with_layers
 
 __all__ = ["agc", "cowclip", "larc"]
 
@@ -88,8 +87,7 @@ def agc(  # noqa: PLR0913 - the arguments of the published rule, and of its leav
     scope = unit(None if output_axis is None else whole("output_axis", output_axis))
     if axis is not None:
         scope = Scope(axes=axis)
-    if stacked is not None:
-        scope = stacked_scope(stacked, scope)
+    scope = with_layers(scope, stacked)
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 
