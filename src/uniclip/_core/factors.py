@@ -13,13 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from uniclip._core.limiting import NUMBERS, raise_if_numpy
 from uniclip._core.measure import Measured, StepInputs
+from uniclip._core.norm_space import zero_or_nan
 from uniclip._core.plan import Plan
 from uniclip._errors import summarize
-from uniclip._types import Factors, Flags, Limits, Namespace, Norms
+from uniclip._types import Factors, Flags, Limits, Norms
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import broadcasts
 from uniclip.backends.base import TRACED
-from uniclip.curves import RejectAbove, hard, never_amplifies, normalize, smooth, soft, tanh
+from uniclip.curves import (
+    RejectAbove,
+    divide_by_larger,
+    divide_where_above,
+    hard,
+    never_amplifies,
+    normalize,
+    smooth,
+    soft,
+    tanh,
+)
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
@@ -50,7 +61,7 @@ def compute_factors(
     factors = []
     for norms, finite, of_block in zip(measured.norms, finite_norms, limits, strict=True):
         if isinstance(of_block, NUMBERS) and of_block >= plan.math.largest_norm and not bounded:
-            factors.append(plan.math.xp.ones_like(norms) + (norms - norms))
+            factors.append(plan.math.xp.ones_like(norms) + zero_or_nan(norms))
         else:
             factors.append(_factors_of_block(rule, plan, norms, finite, of_block))
 
@@ -85,62 +96,33 @@ def _factors_of_block(
     """Return the factors of a block whose norms may be limited."""
     math_ = plan.math
     xp = plan.math.xp
-    # Compilers turn a division by a constant into a product with its reciprocal. A subnormal
-    # reciprocal may be flushed to 0.
     is_number = isinstance(limits, NUMBERS)
-    has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
     as_array: Any = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
     as_array = cast(xp, as_array, norms.dtype)
 
-    if rule.curve is hard and math_.mode == TRACED:
-        divide = _divide_by_larger if has_reciprocal else _divide_where_limited
-        return math_.backend.fast_values(divide, _hard)(norms, as_array)
+    # Compilers turn a division by a constant into a product with its reciprocal. A subnormal
+    # reciprocal may be flushed to 0.
+    has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
+    divide = divide_by_larger if has_reciprocal else divide_where_above
+    if rule.curve is hard:
+        marked = finite_norms
+        if finite_norms is norms:
+            marked = norms + zero_or_nan(norms)
+        if math_.mode == TRACED:
+            return math_.backend.fast_values(divide, hard)(marked, as_array)
+        # On an accelerator each operation starts a kernel, and these formulas need half as many.
+        return (divide if math_.on_device else hard)(xp, marked, as_array)
 
-    # On an accelerator each operation starts a kernel, and these formulas need half as many.
-    rejects_above = isinstance(rule.curve, RejectAbove)
-    if math_.on_device and has_reciprocal and (rule.curve is hard or rejects_above):
-        factors = as_array / xp.clip(finite_norms, limits, None)
-        if isinstance(rule.curve, RejectAbove):
-            factors = xp.where(finite_norms > rule.curve.bound, 0.0, factors)
-        return factors
+    if math_.on_device and has_reciprocal and isinstance(rule.curve, RejectAbove):
+        factors = divide(xp, finite_norms, as_array)
+        return xp.where(finite_norms > rule.curve.bound, 0.0, factors)
 
-    if math_.on_device and rule.curve is hard:
-        return _divide_where_above(xp, finite_norms, as_array)
-
-    factors = _ask_curve(rule, plan, norms, as_array) + (norms - norms)
-    # `hard` propagates the NaN of a limit. The limits of uniclip are NaN only if norms are.
+    factors = _ask_curve(rule, plan, norms, as_array) + zero_or_nan(norms)
+    # The limits of uniclip are NaN only if norms are.
     checked = rule.limits_checked and rule.constant is None
-    if is_number or rule.curve is hard or checked:
+    if is_number or checked:
         return factors
-    return factors + (as_array - as_array)
-
-
-def _hard(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the factor of the curve `hard`, NaN where the norm is not finite."""
-    return hard(xp, norm, limit) + (norm - norm)
-
-
-def _divide_by_larger(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the same as `_hard` with fewer operations, for limits above 0.
-
-    The division is last: XLA would repeat one before it in each of its users.
-    """
-    return limit / (xp.maximum(norm, limit) + (norm - norm))
-
-
-def _divide_where_limited(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the same as `_hard` for any limit, also 0.
-
-    Where nothing is limited it divides 1 by 1.
-    """
-    within = norm <= limit
-    return xp.where(within, 1.0, limit) / (xp.where(within, 1.0, norm) + (norm - norm))
-
-
-def _divide_where_above(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return the same as `_hard`, given norms that are NaN where they are not finite."""
-    within = norm <= limit
-    return xp.where(within, 1.0, limit) / xp.where(within, 1.0, norm)
+    return factors + zero_or_nan(as_array)
 
 
 def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Factors:

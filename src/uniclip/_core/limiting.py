@@ -40,7 +40,7 @@ def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     states = []
     for number in range(len(plan.blocks)):
         context = Context(plan.math.library, plan.blocks, zeros, number)
-        state = rule.limit.init(context.norms, context)
+        state: Any = rule.limit.init(context.norms, context)
         _check_arrays(rule, plan, optree.tree_leaves(state))
         states.append(state)
     return states[0] if len(states) == 1 else tuple(states)

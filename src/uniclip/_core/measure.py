@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._core.collectives import Exchange, Loss, Payload, loss_sums, mean_loss
-from uniclip._core.norm_space import NormSpace
+from uniclip._core.norm_space import NormSpace, zero_or_nan
 from uniclip._core.plan import Plan
 from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
@@ -173,8 +173,7 @@ def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
     # A constant limit uses no norm.
     if rule.constant is not None and not plan.math.on_device:
         return norms
-    # ∞ - ∞ is NaN. Unlike `where`, this keeps the derivative of 1.
-    return [norm + (norm - norm) for norm in norms]
+    return [norm + zero_or_nan(norm) for norm in norms]
 
 
 def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Payload:

@@ -43,6 +43,16 @@ def _norm_dtypes(leaf_info: LeafInfo, *, narrow: bool) -> tuple[Any, Any]:
     return dtype, numpys.get(dtype, dtype)
 
 
+def zero_or_nan(array: Tensor) -> Tensor:
+    """Return 0 for each finite number, and NaN for NaN and ∞.
+
+    To add it marks what is not finite. Unlike `where` it keeps derivatives, and makes no NaN of
+    finite numbers, at which debuggers would stop.
+    """
+    # ∞ - ∞ is NaN.
+    return array - array
+
+
 class NormSpace:
     """The library, dtype and device of a plan's norms, and the operations that depend on them."""
 

@@ -20,7 +20,7 @@ import numpy as np
 from uniclip._core.apply import Apply, StepResult, scale_leaves
 from uniclip._core.collectives import Loss
 from uniclip._core.measure import Measured, StepInputs, convert_loss
-from uniclip._core.norm_space import NormSpace
+from uniclip._core.norm_space import NormSpace, zero_or_nan
 from uniclip._core.plan import PLAN_CACHE_SIZE, Block, Plan
 from uniclip._core.step import decide, run_general_step, state_where
 from uniclip._core.tree import flatten_known, open_leaves
@@ -299,6 +299,7 @@ def _decide_by_numbers(rule: Choices, measured: OneNorm, state: Any, limit: Any)
     largest = LARGEST[dtype]
     limit = float(dtype(limit)) if limit < largest else largest
 
+    # The formula of `uniclip.curves.hard` for two numbers; see there for its other places.
     factor = 1.0
     curve = rule.curve
     if isinstance(curve, RejectAbove) and norm > float(dtype(min(curve.bound, largest))):
@@ -480,8 +481,7 @@ def _norms_on_device(measured: OneNorm) -> tuple[Any, Any]:
         return norms, finite_norms
     [sums] = backend.sums(LIBRARY, terms)
     norms = cast(xp, xp.sqrt(sums), xp.float32)
-    # ∞ - ∞ is NaN.
-    return norms, norms + (norms - norms)
+    return norms, norms + zero_or_nan(norms)
 
 
 # The values of reports.

@@ -173,15 +173,15 @@ class PercentileOfAll(StatefulLimit):
         below = state.below + xp.astype(is_below, xp.int32)
 
         low, high, fraction = _ranks(xp, self.percentile, count, norms.dtype)
-        lower = self._value(xp, below, low, first, norms.dtype)
-        upper = self._value(xp, below, high, first, norms.dtype)
+        lower = self._value(context, below, low, first)
+        upper = self._value(context, below, high, first)
         limits = lower + align(xp, fraction, lower) * (upper - lower)
         return limits, Histogram(below, count)
 
-    def _value(
-        self, xp: Namespace, below: Tensor, rank: Tensor, first: float, dtype: DType
-    ) -> Tensor:
+    def _value(self, context: Context, below: Tensor, rank: Tensor, first: float) -> Tensor:
         """Return the norm at a rank: the middle of its bin."""
+        xp = context.xp
+        dtype = context.norms.dtype
         is_lower = below <= align(xp, rank, below)
         bin_number = xp.sum(xp.astype(is_lower, xp.int32), axis=1)
         log = first + self.step * (xp.astype(bin_number, dtype) - 0.5)
