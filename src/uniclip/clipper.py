@@ -399,41 +399,54 @@ class Clipper:
         """Take a step of any kind."""
         last = self._last
         rule = self.rule
-        state = last.state
-        leaves = last.leaves
-        spec = last.spec
         # Usual steps are not flattened here: only a state with rows by leaf needs a look at them.
         looks_at_leaves = rule.stateful and labelled(rule)
-        if state is None or looks_at_leaves or (self.record is not None and self.record.leaves):
+        records_leaves = self.record is not None and self.record.leaves
+        if last.state is None or looks_at_leaves or records_leaves:
             grads = flatten(grads)
-            # Without gradients there is nothing to learn, and no framework known.
             has_gradients = any([leaf is not None for leaf in grads.leaves])
+            # Without gradients there is nothing to learn, and no framework known.
             if rule.stateful and not has_gradients and step.all_reduce is None:
                 report = Report()
                 self._last = last._replace(report=report)
                 return grads.unflatten(), report
 
-            if rule.stateful and not has_gradients and step.params is None and state is None:
-                raise ValueError(_describe_nothing(grads))
-            leaves, spec = self._check_leaves(grads, step)
-            if state is None:
-                state = self._first_state(_tree_for_state(grads, step), leaves)
+            last = self._with_state(grads, step, has_gradients=has_gradients)
 
         # A graph cannot even use a state from outside.
-        self._raise_if_traced(state)
+        self._raise_if_traced(last.state)
         # Before they are clipped.
         norms = None if self.record is None else self.record.norms_of(grads)
-        clipped, new_state, report = take_step(rule, grads, state, step)
+        clipped, new_state, report = take_step(rule, grads, last.state, step)
         self._raise_if_traced(new_state)
         if rule.stateful:
-            new_state = to_remember(new_state, state)
+            new_state = to_remember(new_state, last.state)
         # A single assignment publishes the step, so that other threads see all of it or nothing.
-        self._last = _Last(new_state, report, leaves, spec, kept=last.kept)
+        self._last = _Last(new_state, report, last.leaves, last.spec, kept=last.kept)
         if self.record is not None:
             loss = step.loss.own if isinstance(step.loss, Loss) else step.loss
             self.record(report, loss=loss, leaves=norms)
         self._see(report, skipped=report.was_skipped())
         return clipped, report
+
+    def _with_state(self, grads: Flat, step: Step, *, has_gradients: bool) -> _Last:
+        """Return what is held, with the leaves of this step, and the first state if there is none.
+
+        Raises
+        ------
+        ValueError
+            If there is neither a state, nor anything that says what it would be like; and as
+            `_check_leaves`.
+        """
+        last = self._last
+        is_unknown = last.state is None and not has_gradients and step.params is None
+        if self.rule.stateful and is_unknown:
+            raise ValueError(_describe_nothing(grads))
+        leaves, spec = self._check_leaves(grads, step)
+        state = last.state
+        if state is None:
+            state = self._first_state(_tree_for_state(grads, step), leaves)
+        return last._replace(state=state, leaves=leaves, spec=spec)
 
     def _check_leaves(self, grads: Flat, step: Step) -> tuple[Leaves, Any]:
         """Return the leaves of the norms in the state, and the structure that they are read from.

@@ -2,8 +2,20 @@
 """The general path of a step: plan, measure, decide by the limit and the curve, apply.
 
 `uniclip._core.spine` takes the common steps, and decides those of distributed leaves with one norm.
-The functions follow in the order in which they run. This module also applies the policy for
-gradients that are not finite.
+The functions follow in the order in which they run.
+
+The policies for gradients that are not finite, `uniclip.rule.POLICIES`, are made here:
+
+- ``"zero"`` in `_measure_and_zero`, which replaces elements and measures again,
+- ``"raise"`` in `_check_finite`, before anything is decided,
+- ``"skip"`` in `decide`, which calls `uniclip._core.factors.zero_where_skipped` for the whole step;
+  by ``"zero"``, it does so for each norm that is still not finite,
+- ``"propagate"`` nowhere: a factor is NaN where its norm is not finite, see
+  `uniclip._core.norm_space.zero_or_nan`.
+
+By each of them, `decide` keeps the old state after a step that is not finite. On the spine a norm
+that the host reads is finite, so no policy applies. For other norms it calls `decide`, too, or, by
+``"propagate"``, one function of the backend that clips.
 """
 
 from __future__ import annotations

@@ -130,7 +130,11 @@ class ZScore(StatefulLimit):
         return Moments(norms * 0, norms * 0, zero_counts(context))
 
     def __call__(self, norms: Norms, state: Moments, context: Context) -> tuple[Limits, Moments]:
-        """Compare with mean and deviation, then update them with the clipped norms."""
+        """Compare with mean and deviation, then update them with the clipped norms.
+
+        Comments have the paper's formulas: score is a norm's z-score, std the root of the variance,
+        and clipped the norm after clipping.
+        """
         # On an accelerator each operation is a kernel, so nothing is computed twice.
         xp = context.xp
         norms = squarable(xp, norms)
@@ -139,28 +143,33 @@ class ZScore(StatefulLimit):
         steps = xp.astype(align(xp, count, norms), norms.dtype)
         is_warm = steps > self.warmup
 
+        # score = (norm - mean) / (std + eps). A spike has a score above z, and so a norm above
+        # mean + z * (std + eps).
         spread = self.z * xp.sqrt(variance)
         margin = spread + self.z * self.eps
         threshold = xp.where(is_warm, mean + margin, unlimited(xp, norms))
         context.threshold = threshold
         spike = norms > threshold
-        excess = norms - mean
 
-        # The excess of other norms may be 0, or negative.
+        # The share of a spike is z / score. The excess of other norms may be 0, or negative.
+        excess = norms - mean
         share: Tensor | float = 1.0
         if self.target == "reciprocal":
             share = margin / xp.where(spike, excess, 1.0)
+
+        # target = mean + z * std * z / score, the mean, or mean + z * std.
         target, rise = self._target(xp, mean, spread * share, excess)
         limits = xp.where(spike, target, unlimited(xp, norms))
 
-        # In the warm-up all norms have the same weight, 1 / steps; then this one has 1 - decay.
+        # new_mean = decay * mean + (1 - decay) * clipped = mean + (1 - decay) * (clipped - mean).
+        # In the warm-up all norms have the same weight, 1 / steps in place of 1 - decay.
         change = xp.where(spike, rise, excess)
         divisor = xp.where(is_warm, 1 / (1 - self.decay), steps)
         move = change / divisor
         new_mean = mean + move
 
-        # The published rule uses the deviation from the new mean, `change - move`. In the warm-up
-        # this is the usual variance.
+        # new_variance = decay * variance + (1 - decay) * (clipped - new_mean)², where clipped -
+        # new_mean is `change - move`, or decay * change. In the warm-up it is the usual variance.
         total = variance + move * xp.where(is_warm, change - move, change)
         new_variance = total - total / divisor
         if self.skip_update_on_spike:
