@@ -17,7 +17,7 @@ from uniclip._errors import summarize
 from uniclip._types import Factors, State
 from uniclip.backends import replacement
 from uniclip.backends.arithmetic import cast
-from uniclip.backends.base import Products, WrappedLeaf, take
+from uniclip.backends.base import Products, take
 from uniclip.report import Report
 from uniclip.scopes import everything
 
@@ -154,7 +154,10 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
 
     for row, number in enumerate(numbers):
         if number in wrapped and number not in repeated and number not in zeroed:
-            targets[number] = _target_of(wrapped[number], single=products.is_single(row))
+            # A single factor multiplies the storage, which saves writing a copy back.
+            leaf = wrapped[number]
+            if leaf.storage is not None and products.is_single(row):
+                targets[number] = leaf.storage
 
     for number in [n for n in zeroed if n not in again]:
         backend.write(targets[number], replacement, tree.arrays[number])
@@ -166,15 +169,6 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
     # Copies that were multiplied are written back into their leaves.
     written = {*numbers, *zeroed} - again
     tree.write([n for n in wrapped if n in written and targets[n] is wrapped[n].array])
-
-
-def _target_of(leaf: WrappedLeaf, *, single: bool) -> Any:
-    """Return the array of a wrapped leaf to multiply in place.
-
-    With a single factor this is its storage, which saves writing a copy back. The caller leaves out
-    storage that other leaves share.
-    """
-    return leaf.storage if single and leaf.storage is not None else leaf.array
 
 
 def _check_summable(tree: OpenedTree, plan: Plan) -> None:

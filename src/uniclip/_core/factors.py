@@ -57,9 +57,8 @@ def compute_factors(
     if only_measures:
         return [plan.math.xp.ones_like(norms) for norms in measured.norms]
 
-    finite_norms: Any = measured.finite_norms
     factors = []
-    for norms, finite, of_block in zip(measured.norms, finite_norms, limits, strict=True):
+    for norms, finite, of_block in zip(measured.norms, measured.finite_norms, limits, strict=True):
         if isinstance(of_block, NUMBERS) and of_block >= plan.math.largest_norm and not bounded:
             factors.append(plan.math.xp.ones_like(norms) + zero_or_nan(norms))
         else:
@@ -77,9 +76,8 @@ def zero_where_skipped(
     each norm that is not finite, and ``step_finite`` is ``None``.
     """
     math_ = plan.math
-    finite_norms: Any = measured.finite_norms
     zeroed = []
-    for norms, finite, of_block in zip(measured.norms, finite_norms, factors, strict=True):
+    for norms, finite, of_block in zip(measured.norms, measured.finite_norms, factors, strict=True):
         if step_finite is not None:
             kept = math_.backend.to_device_of(norms, step_finite)
         else:
@@ -104,18 +102,19 @@ def _factors_of_block(
     # reciprocal may be flushed to 0.
     has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
     divide = divide_by_larger if has_reciprocal else divide_where_above
-    if rule.curve is hard:
-        marked = finite_norms
-        if finite_norms is norms:
-            marked = norms + zero_or_nan(norms)
-        if math_.mode == TRACED:
-            return math_.backend.fast_values(divide, hard)(marked, as_array)
-        # On an accelerator each operation starts a kernel, and these formulas need half as many.
-        return (divide if math_.on_device else hard)(xp, marked, as_array)
-
+    # On an accelerator each operation starts a kernel, and these formulas need half as many.
+    if math_.on_device and rule.curve is hard:
+        return divide(xp, finite_norms, as_array)
     if math_.on_device and has_reciprocal and isinstance(rule.curve, RejectAbove):
         factors = divide(xp, finite_norms, as_array)
         return xp.where(finite_norms > rule.curve.bound, 0.0, factors)
+
+    # Not `finite_norms`, into which a limit may have written.
+    if rule.curve is hard:
+        call: Any = partial(hard, xp)
+        if math_.mode == TRACED:
+            call = math_.backend.fast_values(divide, hard)
+        return call(norms + zero_or_nan(norms), as_array)
 
     factors = _ask_curve(rule, plan, norms, as_array) + zero_or_nan(norms)
     # The limits of uniclip are NaN only if norms are.

@@ -36,7 +36,7 @@ NUMBERS = (float, int, np.float32, np.bool_)
 def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
     """Return the state before the first step."""
     norms = zero_norms(plan, tree)
-    zeros = Measured(norms, finite_norms=norms)
+    zeros = Measured(norms, norms)
     states = []
     for number in range(len(plan.blocks)):
         context = Context(plan.math.library, plan.blocks, zeros, number)
@@ -55,8 +55,7 @@ def find_limits(
     constant = inputs.constant
     if constant is None:
         return _ask_limit(inputs.rule, plan, inputs.state, measured)
-    finite_norms: Any = measured.finite_norms
-    limits = [_check_limits(plan, constant, norms) for norms in finite_norms]
+    limits = [_check_limits(plan, constant, norms) for norms in measured.finite_norms]
     return limits, None, inputs.state
 
 
@@ -65,7 +64,7 @@ def _ask_limit(
 ) -> tuple[list[Any], list[Any] | None, Any]:
     """Return what `find_limits` returns, for a limit that is no constant."""
     limit = rule.limit
-    norms: Any = measured.finite_norms
+    norms = measured.finite_norms
     # A step without gradients changes no state.
     if limit.stateful and plan.is_empty and plan.collectives is None:
         return [math.inf] * len(norms), None, state

@@ -56,6 +56,12 @@ class Measured(NamedTuple):
     """
 
     norms: list[Any]
+    finite_norms: list[Any]
+    """The norms, NaN where they are not finite.
+
+    With a constant limit, which uses no norm, they are the norms unchanged, except in the mode
+    ``LIBRARY``.
+    """
     params: list[Any] | None = None
     """The norms of the parameters."""
     sizes: list[Any] | None = None
@@ -67,12 +73,6 @@ class Measured(NamedTuple):
     and if each process has norms of its own.
     """
     loss: Any = None
-    finite_norms: list[Any] | None = None
-    """The norms, NaN where they are not finite.
-
-    `measure` sets them in each step. With a constant limit, which uses no norm, they are the norms
-    unchanged, except in the mode ``LIBRARY``.
-    """
     elements_finite: Any = None
     """Whether all elements are finite, ``None`` if that was not checked."""
 
@@ -158,7 +158,7 @@ def _measure_norms(
     if finite_norms is None:
         finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
     of_params = of_trees[1] if len(of_trees) > 1 else None
-    return Measured(of_trees[0], of_params, counts_of_norms, finite_norms=finite_norms)
+    return Measured(of_trees[0], finite_norms, of_params, counts_of_norms)
 
 
 def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:

@@ -332,7 +332,7 @@ def _ask_on_host(rule: Choices, measured: OneNorm, state: Any) -> tuple[float, A
         old = type(state)(*views)
 
     norms = np.array([norm], dtype)
-    inputs = Measured([norms], loss=loss, finite_norms=[norms])
+    inputs = Measured([norms], [norms], loss=loss)
     context = Context(DEFAULT, _plan_at(place).blocks, inputs, 0, rule.limit.needs)
     with np.errstate(all="ignore"):
         limits, new = rule.limit(norms, old, context)
@@ -362,7 +362,7 @@ def _decide_by_arrays(rule: Choices, measured: OneNorm, state: Any, limit: Any) 
         norms, finite_norms = norm
 
     inputs = StepInputs(rule, [], Step(), state, limit)
-    of_step = Measured([norms], loss=loss, finite_norms=[finite_norms])
+    of_step = Measured([norms], [finite_norms], loss=loss)
     with plan.math.backend.computation_context(norms):
         step_finite = None
         if rule.needs_finite:

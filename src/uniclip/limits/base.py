@@ -86,12 +86,11 @@ class Context:
         self._norms_sharded = norms_sharded
         """Whether norms keep a sharded axis, so that each process has only some of them."""
 
-        norms: Any = measured.finite_norms
         block = blocks[number]
         present = measured.present
         self.xp: Namespace = backend.xp
         """The array API namespace of the norms; NumPy's if the host can read them at no cost."""
-        self.norms: Norms = norms[number]
+        self.norms: Norms = measured.finite_norms[number]
         """The norms of this block, of shape ``(k, *kept)``."""
         self.labels: Sequence[Any] = block.labels
         """The label of each row's group.
