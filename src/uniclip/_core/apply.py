@@ -152,12 +152,13 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
         backend.scale(products)
         return
 
+    # A single factor multiplies the storage, which saves writing a copy back. It must be of a single
+    # leaf. Unlike the copy, it still has the elements that were replaced.
+    by_copy = repeated.union(zeroed)
     for row, number in enumerate(numbers):
-        if number in wrapped and number not in repeated and number not in zeroed:
-            # A single factor multiplies the storage, which saves writing a copy back.
-            leaf = wrapped[number]
-            if leaf.storage is not None and products.is_single(row):
-                targets[number] = leaf.storage
+        storage = wrapped[number].storage if number in wrapped else None
+        if storage is not None and number not in by_copy and products.is_single(row):
+            targets[number] = storage
 
     for number in [n for n in zeroed if n not in again]:
         backend.write(targets[number], replacement, tree.arrays[number])

@@ -66,17 +66,21 @@ def _ask_limit(
     limit = rule.limit
     norms = measured.finite_norms
     # A step without gradients changes no state.
-    if limit.stateful and plan.is_empty and plan.collectives is None:
+    if limit.stateful and plan.collectives is None and max(plan.order, default=-1) < 0:
         return [math.inf] * len(norms), None, state
     states = [state] * len(norms)
     if limit.stateful:
         _check_state(rule, plan, state)
         states = [state] if len(norms) == 1 else state
 
-    contexts = _make_contexts(plan, measured, limit.needs)
+    sharded = plan.collectives is not None and plan.collectives.norms_sharded
+    make = partial(Context, plan.math.backend, plan.norm_blocks, measured)
+    contexts = []
     limits = []
     new_states = []
-    for context, old in zip(contexts, states, strict=True):
+    for number, old in zip(range(len(norms)), states, strict=True):
+        context = make(number, limit.needs, norms_sharded=sharded)
+        contexts.append(context)
         of_block, new = _ask_about_block(rule, plan, context, old)
         limits.append(_check_limits(plan, of_block, context.norms, rule))
         new_states.append(new)
@@ -87,17 +91,6 @@ def _ask_limit(
         thresholds = list(map(check, contexts, limits))
 
     return limits, thresholds, _join_states(limit, state, states, new_states)
-
-
-def _make_contexts(plan: Plan, measured: Measured, needs: frozenset[str]) -> list[Context]:
-    """Return the context of each block, for a call of the limit."""
-    backend = plan.math.backend
-    blocks = plan.norm_blocks
-    norms_sharded = plan.collectives is not None and plan.collectives.norms_sharded
-    return [
-        Context(backend, blocks, measured, number, needs, norms_sharded=norms_sharded)
-        for number in range(len(blocks))
-    ]
 
 
 def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: list[Any]) -> Any:

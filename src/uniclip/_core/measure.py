@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
+from operator import truediv
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -142,7 +143,7 @@ def _measure_norms(
     if sizes is not None and rule.norm.size_power:
         finite_norms = None
         divisors = math_.constants(sizes.divisors)
-        norms = [_divide(of_tree, divisors) for of_tree in norms]
+        norms = [list(map(truediv, of_tree, divisors)) for of_tree in norms]
 
     counts_of_norms = None
     if sizes is not None and "sizes" in rule.limit.needs:
@@ -159,10 +160,6 @@ def _measure_norms(
         finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
     of_params = of_trees[1] if len(of_trees) > 1 else None
     return Measured(of_trees[0], finite_norms, of_params, counts_of_norms)
-
-
-def _divide(norms: Sequence[Norms], divisors: Sequence[Norms]) -> list[Norms]:
-    return [norm / divisor for norm, divisor in zip(norms, divisors, strict=True)]
 
 
 def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
@@ -189,7 +186,7 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
         nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.norms_sharded:
-        present = plan.count_gradients()
+        present = [np.asarray(list(map(len, block.groups)), np.float64) for block in plan.blocks]
     sizes = count_elements(plan, inputs.trees[0]) if plan.counts_elements else None
     return Payload(losses, nonfinite_arrays, present, sizes)
 

@@ -71,8 +71,8 @@ class Block(NamedTuple):
     """For each group, the numbers of its leaves that are present."""
     labels: tuple[Label, ...]
     """For each group, its label in the scope or the number of its leaf."""
-    kept: int | None = 0
-    """The number of kept axes of each norm; ``None`` if all its gradients are absent."""
+    kept: int = 0
+    """The number of kept axes of each norm; 0, too, if all its gradients are absent."""
 
     @property
     def absent(self) -> tuple[bool, ...]:
@@ -219,10 +219,6 @@ class Plan:
             return [vector] * len(self.blocks)
         return list(map(self.math.xp.reshape, in_groups(vector, lengths), self.shapes))
 
-    def count_gradients(self) -> list[Any]:
-        """Return how many gradients each norm has in this process, an array for each block."""
-        return [np.asarray(list(map(len, block.groups)), np.float64) for block in self.blocks]
-
     def products(
         self, tree: OpenedTree, numbers: Sequence[int], factors: Sequence[Tensor], *, zero: bool
     ) -> Products:
@@ -279,11 +275,6 @@ class Plan:
         return is_one_norm(self.scope)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether all gradients are absent."""
-        return max(self.order, default=-1) < 0
-
-    @property
     def labels(self) -> list[Any]:
         """The labels of all groups in their order."""
         labels = list(_joined(self.blocks).labels)
@@ -308,7 +299,10 @@ class TreePlan(Plan):
         # Everything else depends on which leaves share a norm.
         tree = trees[0]
         math_ = norm_space_of(tree, mode, reduction)
-        everywhere = has_absent_rows(rule, tree, reduction)
+        # A state has a row for each norm, and another process may have the gradient.
+        has_absent = len(tree.leaf_info.present) < len(tree.leaves)
+        shards_absent = has_absent and bool(tree.shards)
+        everywhere = rule.stateful or reduction is not None or shards_absent
         members = group_leaves(rule, tree, everywhere=everywhere)
         _check_labels(rule, tree, members, reduction)
 
@@ -348,15 +342,6 @@ def _places_of(blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
 
 
 # Which leaves share a norm.
-
-
-def has_absent_rows(rule: Choices, tree: OpenedTree, reduction: Reduction | None) -> bool:
-    """Return whether a norm has a row even if all of its gradients are absent.
-
-    A state has a row for each norm, and another process may have the gradient.
-    """
-    has_absent = len(tree.leaf_info.present) < len(tree.leaves)
-    return rule.stateful or reduction is not None or (has_absent and bool(tree.shards))
 
 
 def group_leaves(rule: Choices, tree: OpenedTree, *, everywhere: bool) -> Groups:
@@ -442,21 +427,12 @@ def _stack_norms(  # noqa: PLR0913 - called in one place
     blocks = []
     for labels in alike.values():
         groups = tuple(take(present, labels))
-        blocks.append(Block(groups, tuple(labels), _count_kept(rule.scope, tree, groups[0], axes)))
+        kept = 0
+        for number in groups[0][:1]:
+            kept = len(kept_lengths(tree.arrays[number].shape, axes[number]))
+        blocks.append(Block(groups, tuple(labels), kept))
 
     return blocks
-
-
-def _count_kept(
-    scope: Scope, tree: OpenedTree, group: Sequence[int], axes: list[Axes]
-) -> int | None:
-    """Return the number of kept axes of the norm of a group, ``None`` if unknown."""
-    if scope.axes is None:
-        return 0
-    if not group:
-        return None
-    covered = axes[group[0]]
-    return 0 if covered is None else len(tree.arrays[group[0]].shape) - len(covered)
 
 
 def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:

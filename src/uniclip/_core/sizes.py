@@ -99,7 +99,7 @@ def _count_leaf(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
 def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> Tensor:
     """Return the sum of the counts of each norm of a block, as ``(k, 1, ...)``."""
     of_groups = [take(counts, group) for group in block.groups]
-    shape = (len(of_groups), *(1,) * (block.kept or 0))
+    shape = (len(of_groups), *(1,) * block.kept)
     if all([isinstance(count, (int, float)) for group in of_groups for count in group]):
         # Counted in float64: in float32, integers above 16,777,216 are not exact.
         totals = np.asarray([sum(group) for group in of_groups], np.float64)
