@@ -94,7 +94,7 @@ class Scope(Printed):
         """
         axes = self.axes
         if isinstance(axes, Stacked):
-            return axes.covered(ndim, output_axis, path, leaf)
+            return axes(ndim, output_axis, path, leaf)
         if callable(axes):
             axes = axes(ndim, output_axis)
         if axes is None:
@@ -176,11 +176,9 @@ class Stacked:
         if not callable(self.layers):
             set_frozen_fields(self, layers=whole("stacked", self.layers, 0))
 
-    def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
-        """Return the axes of a leaf without a path."""
-        return self.covered(ndim, output_axis, (), None)
-
-    def covered(self, ndim: int, output_axis: int, path: Path, leaf: object) -> tuple[int, ...]:
+    def __call__(
+        self, ndim: int, output_axis: int, path: Path = (), leaf: object = None
+    ) -> tuple[int, ...]:
         """Return the axes of a leaf that one norm covers."""
         count = self.layers
         if callable(count):

@@ -17,6 +17,7 @@ from uniclip._errors import summarize
 from uniclip._types import Factors, State
 from uniclip.backends import replacement
 from uniclip.backends.arithmetic import cast
+from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import Products, take
 from uniclip.report import Report
 from uniclip.scopes import everything
@@ -152,8 +153,8 @@ def multiply_in_place(tree: OpenedTree, numbers: Sequence[int], products: Produc
         backend.scale(products)
         return
 
-    # A single factor multiplies the storage, which saves writing a copy back. It must be of a single
-    # leaf. Unlike the copy, it still has the elements that were replaced.
+    # A single factor multiplies the storage, which saves writing a copy back. Not storage that
+    # several leaves share, and not elements that were replaced in the copy.
     by_copy = repeated.union(zeroed)
     for row, number in enumerate(numbers):
         storage = wrapped[number].storage if number in wrapped else None
@@ -190,10 +191,7 @@ def _check_summable(tree: OpenedTree, plan: Plan) -> None:
 
         first = tuple(shapes[present[0]])
         # A compiled program may learn a length only when it runs: then it is None here.
-        as_many = bool(first and shape) and (
-            first[0] == shape[0] or first[0] is None or shape[0] is None
-        )
-        if not as_many:
+        if not (first and shape and same_shape(first[:1], shape[:1])):
             places = f"{tree.place(present[0])} and {tree.place(number)}"
             msg = (
                 f"leaves need equal numbers of examples along the first axis, but {places} have "

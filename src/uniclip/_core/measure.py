@@ -157,20 +157,12 @@ def _measure_norms(
 
     of_trees = [math_.as_norms(of_tree) for of_tree in norms]
     if finite_norms is None:
-        finite_norms = _mark_nonfinite(rule, plan, of_trees[0])
+        finite_norms = of_trees[0]
+        # With a norm of ∞ a limit could return ∞, which would not clip. A constant uses no norm.
+        if rule.constant is None or math_.on_device:
+            finite_norms = [norm + zero_or_nan(norm) for norm in finite_norms]
     of_params = of_trees[1] if len(of_trees) > 1 else None
     return Measured(of_trees[0], finite_norms, of_params, counts_of_norms)
-
-
-def _mark_nonfinite(rule: Choices, plan: Plan, norms: list[Any]) -> list[Any]:
-    """Return norms with NaN for those that are not finite, as limits get them.
-
-    With a norm of ∞ a limit could return ∞, which would not clip.
-    """
-    # A constant limit uses no norm.
-    if rule.constant is not None and not plan.math.on_device:
-        return norms
-    return [norm + zero_or_nan(norm) for norm in norms]
 
 
 def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Payload:

@@ -251,7 +251,7 @@ class Plan:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
         rows = self.by_label(blocks)
         if self.scope.label is not None:
-            return {label: rows[label] for label in self.labels if label in rows}
+            return {label: rows[label] for label in sorted(rows, key=_text)}
         return self.spec.unflatten([rows.get(number) for number in range(len(self.axes))])
 
     def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
@@ -273,14 +273,6 @@ class Plan:
     def one_norm(self) -> bool:
         """Whether there is one norm for all leaves."""
         return is_one_norm(self.scope)
-
-    @property
-    def labels(self) -> list[Any]:
-        """The labels of all groups in their order."""
-        labels = list(_joined(self.blocks).labels)
-        if self.scope.label in {None, everything}:
-            return labels
-        return sorted(labels, key=_text)
 
 
 class TreePlan(Plan):
@@ -700,14 +692,13 @@ def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: Choices, does: str) 
 def _check_equal_shapes(tree: OpenedTree, axes: list[Axes], group: Sequence[int]) -> None:
     """Raise if a group has leaves whose norms differ in shape."""
     present = [number for number in group if tree.leaves[number] is not None]
-    for number in present:
-        first = kept_lengths(tree.arrays[present[0]].shape, axes[present[0]])
-        shape = kept_lengths(tree.arrays[number].shape, axes[number])
-        if same_shape(first, shape):
+    shapes = [kept_lengths(tree.arrays[number].shape, axes[number]) for number in present]
+    for number, shape in zip(present, shapes, strict=True):
+        if same_shape(shapes[0], shape):
             continue
         msg = (
             "leaves that share norms need equal shapes outside the axes a norm covers, but "
-            f"{_place_and_shape(tree, present[0])} has norms of shape {first}, "
+            f"{_place_and_shape(tree, present[0])} has norms of shape {shapes[0]}, "
             f"{_place_and_shape(tree, number)} has {shape}"
         )
         raise ValueError(msg)
