@@ -302,11 +302,14 @@ def norms_of(
     if not trees:
         return [], None
     squares = norm.ord == 2 and not plan.by_element
-    if squares and exchange is None and plan.math.on_device:
-        terms = [_terms(plan, tree, 2) for tree in trees]
-        # A library may have one kernel for sums and roots.
-        at_once = plan.math.norms_at_once(trees, terms)
-        if at_once is not None:
+    on_device = exchange is None and plan.math.on_device and bool(plan.order)
+    # A library may have one kernel for sums and roots. These sums are not checked.
+    if squares and on_device and _fit_float64(plan, trees):
+        dtype = plan.math.dtypes[0]
+        at_once: list[Any] = [
+            plan.math.library.norms(_terms(plan, tree, 2), dtype) for tree in trees
+        ]
+        if None not in at_once:
             norms = [plan.join_blocks(of_tree) for of_tree, _ in at_once]
             return norms, plan.join_blocks(at_once[0][1])
 
@@ -328,11 +331,7 @@ def _norms_of_sums(
         totals = _add_terms(plan, trees, terms, exchange)
         return [plan.math.round_to_norms(total) for total in totals]
 
-    # Sums of float32 numbers in float64 stay in range, whatever the numbers are.
-    safe = plan.math.narrow and plan.math.double
-    for tree in trees:
-        safe = safe and tree.leaf_info.narrow and tree.leaf_info.double
-    if safe and p <= _SAFE_POWER:
+    if p <= _SAFE_POWER and _fit_float64(plan, trees):
         return _roots(plan, norm, _add_terms(plan, trees, terms, exchange))
     # XLA takes as long to compile the rare branch of a conditional as all the rest, and reserves
     # memory for a copy of the gradients, so its programs always measure in units.
@@ -346,6 +345,14 @@ def _norms_of_sums(
         lambda: _roots(plan, norm, totals),
         lambda: _norms_in_units(plan, trees, norm, exchange),
     )
+
+
+def _fit_float64(plan: Plan, trees: Sequence[OpenedTree]) -> bool:
+    """Return whether sums are float64, and stay in range: all numbers are float32 or narrower."""
+    fit = plan.math.narrow and plan.math.double
+    for tree in trees:
+        fit = fit and tree.leaf_info.narrow and tree.leaf_info.double
+    return fit
 
 
 def _roots(plan: Plan, norm: Norm, totals: Sequence[Tensor]) -> list[Any]:

@@ -9,7 +9,7 @@ module creates, converts, rounds and branches on norms.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,27 +117,6 @@ class NormSpace:
         if mode == RECORDED and tree.name == "params":
             mode = LIBRARY
         return self.library.sums(mode, terms)
-
-    def norms_at_once(
-        self, trees: Sequence[OpenedTree], terms: Sequence[Terms]
-    ) -> list[tuple[list[Any], list[Any]]] | None:
-        """Return for each tree its norms, and the same with NaN where they are not finite.
-
-        ``None`` if the library does not compute them together with their sums.
-        """
-        # These sums are not checked: float64 holds the squares of all float32 numbers.
-        if not (self.on_device and self.double and self.narrow):
-            return None
-        found = []
-        for tree, of_tree in zip(trees, terms, strict=True):
-            if not (tree.leaf_info.narrow and tree.leaf_info.double and of_tree.arrays):
-                return None
-            norms = self.library.norms(of_tree, self.dtypes[0])
-            if norms is None:
-                return None
-            found.append(norms)
-
-        return found
 
     def zero_like(self, first: Any) -> Array:
         """Return a 0-d leaf of 0, of the dtype of another leaf."""
