@@ -90,18 +90,9 @@ def _ask_limit(
         check = partial(_check_threshold, plan, in_range=limit.in_range)
         thresholds = list(map(check, contexts, limits))
 
-    return limits, thresholds, _join_states(limit, state, states, new_states)
-
-
-def _join_states(limit: Limit, state: Any, states: Sequence[Any], new_states: list[Any]) -> Any:
-    """Return the next state of all blocks, as one tuple if there are several."""
-    if not limit.stateful:
-        return state
-    # The limit was not called for blocks without gradients: they keep their state.
-    for number, old in enumerate(states):
-        if new_states[number] is None:
-            new_states[number] = old
-    return new_states[0] if len(new_states) == 1 else tuple(new_states)
+    if limit.stateful:
+        state = new_states[0] if len(new_states) == 1 else tuple(new_states)
+    return limits, thresholds, state
 
 
 def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: bool) -> Any:
@@ -121,15 +112,12 @@ def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: boo
 
 
 def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
-    """Return the limits of a block's norms, and its next state.
-
-    The state is ``None`` if the limit is stateful and all gradients of the block are absent.
-    """
+    """Return the limits of a block's norms, and its next state."""
     limit = rule.limit
     math_ = plan.math
-    # Without any gradient, the shape of the norms is unknown.
+    # Without any gradient, the shape of the norms is unknown, and the block keeps its state.
     if limit.stateful and context.absent and all(context.absent):
-        return math.inf, None
+        return math.inf, state
 
     # A state may come from a file or another device.
     old = optree.tree_map(partial(math_.state_to_norms, context.norms), state)
