@@ -202,9 +202,9 @@ class NormSpace:
 
     def cast_limit(self, limit: Any, norms: Norms) -> Limits:
         """Return a limit in the dtype of norms, as an array that broadcasts against them."""
-        if hasattr(limit, "shape"):
-            return cast(self.xp, limit, norms.dtype)
-        return self.xp.asarray(limit, dtype=norms.dtype)
+        if isinstance(limit, (float, int, np.generic)):
+            return self.xp.asarray(limit, dtype=norms.dtype)
+        return cast(self.xp, limit, norms.dtype)
 
     def at_most_largest(self, limits: Tensor) -> Limits:
         """Return limits, at most the largest number of the norms' dtype."""

@@ -135,7 +135,7 @@ def decide(
     factors = compute_factors(plan, inputs, measured, limits)
     # NaN never enters a state.
     if rule.stateful:
-        new_state = state_where(step_finite, new_state, inputs.state)
+        new_state = _choose_state(step_finite, new_state, inputs.state)
 
     # Only the policy "skip" skips a step because it is not finite.
     kept = step_finite if rule.nonfinite == "skip" else None
@@ -330,6 +330,15 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
         return new
+    with library_of(arrays[0]).computation_context(arrays[0]):
+        return _choose_state(flag, new, old, expected=expected)
+
+
+def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
+    """Do as `state_where`, within the context of a step."""
+    arrays: list[Any] = optree.tree_leaves(new)
+    if not arrays:
+        return new
     # Where the host reads the flag, `where` would copy the state for nothing.
     backend = library_of(arrays[0])
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
@@ -342,8 +351,7 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
             return backend.xp.where(flag_here, new, old_here)
         return backend.xp.where(flag_here, old_here, new)
 
-    with backend.computation_context(arrays[0]):
-        return optree.tree_map(choose, new, old)
+    return optree.tree_map(choose, new, old)
 
 
 def _is_skipped(
