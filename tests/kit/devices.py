@@ -262,14 +262,16 @@ def as_nvidia(capability: tuple[int, int], device: Device) -> Iterator[None]:
     """
     import torch
 
+    from uniclip.backends.torch import private
+
     cuda = {
-        "_cuda_getCurrentRawStream": lambda index: 0,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_cuda_getDevice": lambda: device.index,
+        "cuda_stream": lambda index: 0,
+        "cuda_captures": lambda: False,
+        "cuda_device": lambda: device.index,
     }
     with (
         patched(torch.cuda, get_device_capability=lambda of: capability, Event=mock.MagicMock),
-        patched(torch._C, **cuda),
+        patched(private, **cuda),
         elsewhere(device),
     ):
         yield

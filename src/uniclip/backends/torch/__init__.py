@@ -50,11 +50,8 @@ from uniclip.backends.torch.dtensor import is_dtensor
 from uniclip.backends.torch.kernels import kernels_on
 from uniclip.backends.torch.modes import (
     default_device_of,
-    in_forward_mode,
     in_transform,
     is_recorded,
-    same_for_all_examples,
-    tracing,
     valueless,
 )
 from uniclip.backends.torch.one_norm import (
@@ -69,6 +66,18 @@ from uniclip.backends.torch.one_norm import (
     norm_of,
     one_norm,
     scale_all,
+)
+from uniclip.backends.torch.private import (
+    OPAQUE,
+    flatten,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    in_forward_mode,
+    local_tensors,
+    same_for_all_examples,
+    stored_values,
+    tracing,
 )
 
 Array: TypeAlias = torch.Tensor
@@ -262,9 +271,9 @@ def _zero_by_factor(
         flags = [(single != 0).to(integer) for single in factor]
 
     if in_place:
-        torch._foreach_mul_(bits, flags)
+        foreach_mul_(bits, flags)
         return arrays
-    return [new.view(arrays[0].dtype) for new in torch._foreach_mul(bits, flags)]
+    return [new.view(arrays[0].dtype) for new in foreach_mul(bits, flags)]
 
 
 def host_view(array: torch.Tensor) -> View:
@@ -285,7 +294,7 @@ def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | No
     dtypes = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
     if len(dtypes) == 1 and dtypes <= REAL and worth_concatenating(sizes, lengths):
-        flat = torch._utils._flatten_dense_tensors(arrays)
+        flat = flatten(arrays)
         return concatenated_squares(flat.numpy(force=True), sizes, lengths)
 
     if not dtypes <= SINGLE or call_bound(arrays, sum(sizes)):
@@ -306,7 +315,7 @@ def _norms_of_each(arrays: list[torch.Tensor]) -> list[float] | None:
     short = list(compress(arrays, is_short))
     norms_of_short: Iterator[float] = iter(())
     if short:
-        in_one_call = torch._foreach_norm(short, 2, dtype=torch.float64)
+        in_one_call = foreach_norm(short, 2, dtype=torch.float64)
         norms_of_short = iter(torch.stack(in_one_call).tolist())
     norms: list[float] = []
     for array, is_in_call in zip(arrays, is_short, strict=True):
@@ -355,7 +364,7 @@ def squares_on_device(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
         device = group[0].device
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        group_norms = torch._foreach_norm(group, 2, dtype=dtype)
+        group_norms = foreach_norm(group, 2, dtype=dtype)
         # All norms of another device are moved by one transfer, not by one for each.
         if device != home:
             group_norms = torch.stack(group_norms).to(home, non_blocking=True).unbind()
@@ -380,7 +389,7 @@ def squares_along_on_device(arrays: list[torch.Tensor], axes: list[Axes]) -> lis
         for array, along in zip(arrays, axes, strict=True)
     ]
     if len({norm.shape for norm in norms}) > 1:
-        return torch._foreach_mul(norms, norms)
+        return foreach_mul(norms, norms)
     return list(torch.stack(norms).square().unbind())
 
 
@@ -433,7 +442,7 @@ _UNSUPPORTED: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     ),
     (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
     (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
-    (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),
+    (lambda x: x.layout is OPAQUE, "its layout is opaque; use to_dense()"),
     (
         lambda x: x.layout not in _LAYOUTS,
         "its layout, {0.layout}, cannot be clipped; use to_sparse_csr() or to_sparse()",
@@ -494,7 +503,7 @@ def _memory_of(leaf: Array) -> View | None:
 
     values = leaf
     if leaf.layout is torch.sparse_coo:
-        values = leaf._values()
+        values = stored_values(leaf)
     elif leaf.layout is not torch.strided:
         values = leaf.values()
     # PyTorch counts strides in elements, and NumPy counts them in bytes.
@@ -668,11 +677,11 @@ class _Torch(dtensor.Distributed):
 
         operands = _operands(arrays, converted)
         if in_place:
-            torch._foreach_mul_(arrays, operands)
+            foreach_mul_(arrays, operands)
             return arrays
 
         # 0-d products have the dtype of the factor.
-        products = list(torch._foreach_mul(arrays, operands))
+        products = list(foreach_mul(arrays, operands))
         for number, array in enumerate(arrays):
             if products[number].dtype is not array.dtype:
                 products[number] = products[number].to(array.dtype)
@@ -785,15 +794,14 @@ class _Torch(dtensor.Distributed):
             _replace_elements(leaf, made)
             return None
 
-        storage = values if coalesced is leaf else leaf._values()
+        storage = values if coalesced is leaf else stored_values(leaf)
         rows = indices[0] if len(indices) == 1 else ()
         return WrappedLeaf(values, rebuild, storage, rows)
 
     def storage(self, leaves: list[Array]) -> list[Storage] | None:
-        local = [
-            leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf
-            for leaf in leaves
-        ]
+        local = leaves
+        if any([type(leaf) is not torch.Tensor and is_dtensor(leaf) for leaf in leaves]):
+            local = local_tensors(leaves)
         are_regular = all(
             [
                 type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad

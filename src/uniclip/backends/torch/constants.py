@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from uniclip.backends.torch.modes import in_forward_mode, tracing
 from uniclip.backends.torch.one_norm import ACCELERATORS, move
+from uniclip.backends.torch.private import in_forward_mode, tracing
 
 if TYPE_CHECKING:
     from uniclip.backends.base import View

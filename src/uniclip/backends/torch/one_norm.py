@@ -27,7 +27,18 @@ from uniclip.backends.arithmetic import PIECE
 from uniclip.backends.base import FITS, FITS_FLOAT64, Backend, OneNorm
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch.kernels import kernels_on
-from uniclip.backends.torch.modes import in_forward_mode, tracing
+from uniclip.backends.torch.private import (
+    flatten,
+    foreach_clamp_max_,
+    foreach_clamp_min,
+    foreach_clamp_min_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    in_forward_mode,
+    tracing,
+    unscale_,
+)
 
 # Globals are looked up faster than attributes of modules.
 _FLOAT32 = torch.float32
@@ -109,9 +120,9 @@ def scale_all(arrays: list[Tensor], factor: float, *, in_place: bool) -> list[Te
     scale = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
 
     if in_place:
-        torch._foreach_mul_(arrays, scale)
+        foreach_mul_(arrays, scale)
         return arrays
-    return list(torch._foreach_mul(arrays, scale))
+    return list(foreach_mul(arrays, scale))
 
 
 def clip_at_once(
@@ -141,7 +152,7 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
     for group in groups:
         # Float32 squares can leave the range. To detect it before the product, the host would have
         # to wait.
-        norms += torch._foreach_norm(group, 2, dtype=_FLOAT64)
+        norms += foreach_norm(group, 2, dtype=_FLOAT64)
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
     # The ratio is exactly 1 within the limit. A number divided by a tensor would be two kernels.
@@ -160,9 +171,9 @@ def multiply_group(
     if isinstance(factor, Tensor) and factor.ndim == 0 and _are_halves_elsewhere(group):
         return _multiply_halves(group, factor, in_place=in_place)
     if in_place:
-        torch._foreach_mul_(group, factor)
+        foreach_mul_(group, factor)
         return group
-    return list(torch._foreach_mul(group, factor))
+    return list(foreach_mul(group, factor))
 
 
 def _are_halves_elsewhere(group: list[Tensor]) -> bool:
@@ -178,10 +189,10 @@ def _multiply_halves(group: list[Tensor], factor: Tensor, *, in_place: bool) -> 
     # factor has an error of up to 0.4 %. The function behind `GradScaler.unscale_` takes a float32
     # factor. It works in place, so the tensors are copied first.
     if not in_place:
-        group = list(torch._foreach_mul(group, 1.0))
+        group = list(foreach_mul(group, 1.0))
     # Required, not read.
     found_inf = factor.new_empty(())
-    torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, factor)
+    unscale_(group, found_inf, factor)
     # Autograd does not see what this function writes.
     increment_version(group)
     return group
@@ -235,10 +246,10 @@ def _clamp(group: list[Tensor], low: float, high: float, *, in_place: bool) -> l
         high = math.copysign(math.inf, high)
 
     if in_place:
-        torch._foreach_clamp_min_(group, low)
+        foreach_clamp_min_(group, low)
     else:
-        group = list(torch._foreach_clamp_min(group, low))
-    torch._foreach_clamp_max_(group, high)
+        group = list(foreach_clamp_min(group, low))
+    foreach_clamp_max_(group, high)
     return group
 
 
@@ -253,12 +264,12 @@ def norm_of(arrays: Sequence[Tensor]) -> float | None:
         return None
 
     # All are copied into one vector, and added in float64.
-    flat = torch._C._nn.flatten_dense_tensors(pieces)
+    flat = flatten(pieces)
     # Many short leaves, none of which is in rows yet, take less time in rows.
     in_rows = not is_double and flat.numel() >= _MANY
     in_rows = in_rows and flat.numel() == sum([array.numel() for array in arrays])
     if in_rows:
-        flat = torch._C._nn.flatten_dense_tensors(_norms_of_rows(flat))
+        flat = flatten(_norms_of_rows(flat))
     norm: float = vector_norm(flat, 2, None, False, dtype=_FLOAT64).item()
     if norm == 0:
         # The squares of a row may underflow. Short float32 leaves are added in float64, so they

@@ -44,6 +44,7 @@ from triton.errors import TritonError
 
 from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.base import Axes, Backend, Products, Terms, stack_terms, take
+from uniclip.backends.torch import private
 from uniclip.backends.torch.kernels import give_up
 from uniclip.backends.torch.one_norm import are_dense
 
@@ -510,15 +511,15 @@ def _batch_of(arrays: Sequence[torch.Tensor], *, checked: bool = False) -> Batch
             return None
 
     # Kernels are invisible to a dispatch mode, which may count or log operations.
-    if torch._C._len_torch_dispatch_stack():
+    if private.dispatch_depth():
         return None
 
     if INTERPRETED:
         return Batch(arrays, device, 0, False)
     if device.type == "xpu":
-        return Batch(arrays, device, torch._C._xpu_getCurrentRawStream(device.index), False)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return Batch(arrays, device, stream, torch._C._cuda_isCurrentStreamCapturing())
+        return Batch(arrays, device, private.xpu_stream(device.index), False)
+    stream = private.cuda_stream(device.index)
+    return Batch(arrays, device, stream, private.cuda_captures())
 
 
 class Rows(NamedTuple):
@@ -765,7 +766,7 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 @contextmanager
 def _current_device(device: torch.device) -> Iterator[None]:
     """Make a device the current one, where Triton starts kernels."""
-    if INTERPRETED or (device.type == "cuda" and torch._C._cuda_getDevice() == device.index):
+    if INTERPRETED or (device.type == "cuda" and private.cuda_device() == device.index):
         yield
         return
     with getattr(torch, device.type).device(device):

@@ -14,6 +14,7 @@ import torch
 
 from uniclip._errors import check, summarize
 from uniclip._warnings import warn
+from uniclip.backends.torch.private import STATE_DICT_HOOKS
 from uniclip.clipper import Clipper
 from uniclip.integrations.torch.parameters import Parameters
 from uniclip.saved import labels_of, renamed, shown
@@ -184,7 +185,7 @@ class RuleState:
         """
         hooks = []
         for number, optimizer in enumerate(optimizers):
-            if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            if not hasattr(optimizer, STATE_DICT_HOOKS):
                 continue
             if number == 0:
                 hooks.append(optimizer.register_state_dict_post_hook(self._after_save))
@@ -221,7 +222,7 @@ class RuleState:
 
 def saves_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.state_dict()`` runs hooks, which PyTorch's own does."""
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+    if not hasattr(optimizer, STATE_DICT_HOOKS):
         return False
     return getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
 
