@@ -50,6 +50,7 @@ NEEDS = {
     "engines/test_engines.py": {"engines"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
+    "test_private.py": {"torch"},
     "test_processes.py": {"torch"},
     "test_triton.py": {"triton"},
     "test_sharding.py": {"jax", "optax"},

@@ -4,6 +4,9 @@
 PyTorch may remove such a name in any version. No other module uses one, and no import fails without
 one. Functions are looked up once, at import, so that they take no longer at a step.
 
+`uniclip.backends` has one more, the key "torch._dynamo" of ``sys.modules``, to find out whether a
+compiler is loaded before PyTorch is imported.
+
 This is not for private names of other libraries.
 """
 
@@ -62,6 +65,7 @@ def _of_each(function: Callable[..., torch.Tensor]) -> Callable[..., list[torch.
 
 foreach_mul = getattr(torch, "_foreach_mul", _of_each(torch.mul))
 foreach_mul_ = getattr(torch, "_foreach_mul_", _of_each(torch.Tensor.mul_))
+foreach_div_ = getattr(torch, "_foreach_div_", _of_each(torch.Tensor.div_))
 foreach_norm = getattr(torch, "_foreach_norm", _of_each(torch.linalg.vector_norm))
 foreach_clamp_min = getattr(torch, "_foreach_clamp_min", _of_each(torch.clamp_min))
 foreach_clamp_min_ = getattr(torch, "_foreach_clamp_min_", _of_each(torch.Tensor.clamp_min_))
@@ -341,6 +345,7 @@ fused step are stepped by the flag of each.
 OVERLAPS = "_overlap_with_ddp"
 """Whether a ZeroRedundancyOptimizer steps inside of backward. Without it, it is not refused."""
 SCHEDULED = "_wrapped_by_lr_sched"
-"""Marks a step that a scheduler has wrapped. Without it, nothing is marked."""
+"""Marks a step that a scheduler has wrapped. Without it, the scheduler may warn of a replaced one.
+"""
 HAS_STEPPED = "_opt_called"
 """Tells a scheduler that a step was taken. Without it, the scheduler may warn of a skipped one."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from uniclip.backends.torch.private import foreach_div_, foreach_mul_
 from uniclip.integrations.torch.engines.source import Part, ReplacedAttribute, Source, name_in_model
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class _Zero(Source):
         self._flat = self._flat_gradients()
         scale = self._scale()
         if scale != 1.0:
-            torch._foreach_div_(self._flat, scale)
+            foreach_div_(self._flat, scale)
 
         grads: list[torch.Tensor | None] = []
         for flat, places in zip(self._flat, self._places, strict=True):
@@ -113,7 +114,7 @@ class _Zero(Source):
         # The engine's step divides by the loss scale.
         scale = self._scale()
         if scale != 1.0:
-            torch._foreach_mul_(self._flat, scale)
+            foreach_mul_(self._flat, scale)
         self._flat = []
 
     def _flat_gradients(self) -> list[torch.Tensor]:
