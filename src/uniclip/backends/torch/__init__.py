@@ -47,7 +47,7 @@ from uniclip.backends.numpy import (
 from uniclip.backends.torch import dtensor
 from uniclip.backends.torch.constants import constant
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.kernels import kernels_on
+from uniclip.backends.torch.gpus import kernels_on
 from uniclip.backends.torch.modes import (
     default_device_of,
     in_transform,

@@ -26,7 +26,7 @@ from torch.linalg import vector_norm
 from uniclip.backends.arithmetic import PIECE
 from uniclip.backends.base import FITS, FITS_FLOAT64, Backend, OneNorm
 from uniclip.backends.numpy import all_zero
-from uniclip.backends.torch.kernels import kernels_on
+from uniclip.backends.torch.gpus import kernels_on
 from uniclip.backends.torch.private import (
     flatten,
     foreach_clamp_max_,

@@ -24,7 +24,7 @@ Read it in this order:
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads stay alive and unchanged.
 
-`uniclip.backends.torch.kernels` decides where this module is used.
+`uniclip.backends.torch.gpus` decides where this module is used.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of kernels.
@@ -45,7 +45,7 @@ from triton.errors import TritonError
 from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.base import Axes, Backend, Products, Terms, stack_terms, take
 from uniclip.backends.torch import private
-from uniclip.backends.torch.kernels import give_up
+from uniclip.backends.torch.gpus import give_up
 from uniclip.backends.torch.one_norm import are_dense
 
 _Vector: TypeAlias = np.ndarray[Any, Any]
