@@ -10,7 +10,7 @@ another library overrides those whose default is not right for its arrays:
   `from_host`, `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`,
   `to_keep`, `computation_context`, `allow_float64`, `debug_infs`);
 - hooks for speed and for changes in place (`one_norm`, `scale_all`, `clip_at_once`, `sums`,
-  `norms`, `pieces`, `scale`, `sum_products`, `multiply`, `bound`, `unstack`, `storage`, `write`),
+  `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`),
   for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in several
   processes (`reducer`, `replicas`, `rank`);
 - hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`, `fence`, `cond`).
@@ -301,6 +301,8 @@ class Products(NamedTuple):
     in_place: bool = False
     zero: bool = False
     """Whether a factor of 0 turns NaN and ∞ into 0, too."""
+    summed: bool = False
+    """Whether each product is summed over its first axis, that of examples."""
 
     def take(self, numbers: list[int], arrays: list[Any]) -> Products:
         """Return the products of some rows, with other arrays in place of theirs."""
@@ -338,6 +340,12 @@ class Products(NamedTuple):
             return factors
         terms = zip(factors, self.arrays, self.axes, strict=True)
         return [expand_to_leaf(backend, factor, array, axes) for factor, array, axes in terms]
+
+    def sum_if_asked(self, backend: Backend, scaled: list[Any]) -> list[Any]:
+        """Return the products, summed over their first axis if `summed`."""
+        if not self.summed:
+            return scaled
+        return [backend.xp.sum(product, axis=0) for product in scaled]
 
 
 def take(values: Sequence[T] | Mapping[Any, T], numbers: Iterable[Any]) -> list[T]:
@@ -625,13 +633,10 @@ class Backend(Generic[A]):
         An array with a single factor of 1 may be returned as it is.
         """
         factors = products.factors(self)
-        return self.multiply(
+        scaled = self.multiply(
             products.arrays, factors, in_place=products.in_place, zero=products.zero
         )
-
-    def sum_products(self, products: Products) -> list[A]:
-        """Return each array multiplied by its factors and summed over its first axis."""
-        return [self.xp.sum(product, axis=0) for product in self.scale(products)]
+        return products.sum_if_asked(self, scaled)
 
     def multiply(
         self, arrays: list[A], factors: Sequence[Any], *, in_place: bool, zero: bool

@@ -647,11 +647,14 @@ class _JAX(Backend[jax.Array]):
         # The compiler fuses the conversion into the sum, and makes no copy.
         return None
 
-    def sum_products(self, products: Products) -> list[jax.Array]:
+    def scale(self, products: Products) -> list[jax.Array]:
+        # The compiler uses one contraction for the products of a leaf and their sum.
+        if not products.summed:
+            return super().scale(products)
         factors = products.factors(self)
-        # A contraction needs a single factor for each row.
+        # It needs a single factor for each row.
         if any([math.prod(factor.shape[1:]) > 1 for factor in factors]):
-            return super().sum_products(products)
+            return super().scale(products)
         sums = []
         for array, factor in zip(products.arrays, factors, strict=True):
             sums.append(_contract(array, operand(self, array, factor), zero=products.zero))

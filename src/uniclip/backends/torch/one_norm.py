@@ -44,10 +44,11 @@ from uniclip.backends.torch.private import (
 _FLOAT32 = torch.float32
 _FLOAT64 = torch.float64
 _STRIDED = torch.strided
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
-_HALVES = {torch.bfloat16, torch.float16}
-SINGLE = {_FLOAT32, *_HALVES}
+HALVES = {torch.bfloat16, torch.float16}
+SINGLE = {_FLOAT32, *HALVES}
+REAL = {_FLOAT32, _FLOAT64}
 _SINGLE_RANGE = tuple(map(sqrt, FITS))
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _DOUBLE_RANGE = tuple(map(sqrt, FITS_FLOAT64))
@@ -91,7 +92,7 @@ def one_norm(
         if norm is None:
             return None
         dtype = np.float64 if arrays[0].dtype is _FLOAT64 else np.float32
-        return OneNorm((backend, _CPU, dtype), arrays, float(dtype(norm)))
+        return OneNorm((backend, CPU, dtype), arrays, float(dtype(norm)))
 
     device = arrays[0].device
     if device.type not in ACCELERATORS or not _are_regular(arrays):
@@ -112,12 +113,12 @@ def scale_all(arrays: list[Tensor], factor: float, *, in_place: bool) -> list[Te
     # A 0-d tensor takes half the time of a number. A float32 one would be rounded to half precision
     # before the product.
     dtype = arrays[0].dtype
-    if dtype in _HALVES or not all([array.dtype is dtype for array in arrays]):
+    if dtype in HALVES or not all([array.dtype is dtype for array in arrays]):
         # A 0-d product would get the dtype of the factor.
         if not all([array.ndim for array in arrays]):
             return None
         dtype = _FLOAT64
-    scale = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
+    scale = torch.scalar_tensor(factor, dtype=dtype, device=CPU)
 
     if in_place:
         foreach_mul_(arrays, scale)
@@ -156,7 +157,7 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
     # The ratio is exactly 1 within the limit. A number divided by a tensor would be two kernels.
-    dividend = torch.scalar_tensor(limit, dtype=_FLOAT32, device=_CPU)
+    dividend = torch.scalar_tensor(limit, dtype=_FLOAT32, device=CPU)
     ratio = torch.div(dividend, norm.clamp(min=limit))
 
     # `clamp` hides an infinite norm; the factor has to be NaN if the norm is not finite.
@@ -178,7 +179,7 @@ def multiply_group(
 
 def _are_halves_elsewhere(group: list[Tensor]) -> bool:
     """Return whether regular tensors of one dtype are of half precision, on an accelerator."""
-    if group[0].dtype not in _HALVES or group[0].device.type not in ACCELERATORS:
+    if group[0].dtype not in HALVES or group[0].device.type not in ACCELERATORS:
         return False
     return {Tensor, torch.nn.Parameter}.issuperset(map(type, group))
 
@@ -307,7 +308,7 @@ def _pieces_of(arrays: Sequence[Tensor], *, double: bool) -> list[Tensor] | None
     pieces = []
     for array in arrays:
         is_full = array.dtype is full
-        if not array.is_cpu or not (is_full or (array.dtype in _HALVES and not double)):
+        if not array.is_cpu or not (is_full or (array.dtype in HALVES and not double)):
             return None
         size = array.numel()
         if size < LONG:
