@@ -496,7 +496,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "_foreach_clamp_min": (("on_an_accelerator",), {}),
     "_foreach_clamp_min_": (("on_an_accelerator",), {}),
     "_foreach_clamp_max_": (("on_an_accelerator",), {}),
-    "_amp_foreach_non_finite_check_and_unscale_": (("on_an_accelerator",), {}),
+    "_foreach_copy_": (("on_an_accelerator",), {}),
     "_nn": (("on_cpu",), {}),
     "flatten_dense_tensors": (("on_cpu",), {}),
     # Attributes of tensors.

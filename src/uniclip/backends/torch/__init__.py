@@ -52,6 +52,7 @@ from uniclip.backends.torch.modes import default_device_of, in_transform, is_rec
 from uniclip.backends.torch.namespace import namespace
 from uniclip.backends.torch.one_norm import (
     CPU,
+    REGULAR,
     are_separate_blocks,
     bound,
     clip_at_once,
@@ -65,7 +66,6 @@ from uniclip.backends.torch.private import in_forward_mode, local_tensors, traci
 Array: TypeAlias = torch.Tensor
 
 
-_REGULAR = {torch.Tensor, torch.nn.Parameter}
 _HOST_DTYPES = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes of values computed from norms."""
 
@@ -104,7 +104,7 @@ class _Torch(dtensor.Distributed):
     def array_facts(self, arrays: list[Array]) -> ArrayFacts:
         return ArrayFacts(
             traced=any(map(valueless, arrays)),
-            reads=all([type(array) in _REGULAR and array.is_cpu for array in arrays]),
+            reads=all([type(array) in REGULAR and array.is_cpu for array in arrays]),
             records=any([array.requires_grad for array in arrays]),
             # MPS has no float64.
             double=all([array.device.type != "mps" for array in arrays]),

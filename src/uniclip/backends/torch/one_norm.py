@@ -20,7 +20,6 @@ from math import sqrt
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.linalg import vector_norm
 
 from uniclip.backends.arithmetic import PIECE
@@ -32,12 +31,12 @@ from uniclip.backends.torch.private import (
     foreach_clamp_max_,
     foreach_clamp_min,
     foreach_clamp_min_,
+    foreach_copy_,
     foreach_mul,
     foreach_mul_,
     foreach_norm,
     in_forward_mode,
     tracing,
-    unscale_,
 )
 
 # Globals are looked up faster than attributes of modules.
@@ -63,8 +62,12 @@ _MANY = 2**15
 """The same for a vector that is a copy already."""
 ACCELERATORS = {"cuda", "xpu"}
 """The types of devices with float64 whose memory has addresses."""
+_BATCH = 2**25
+"""The number of elements that are copied at once, 128 MiB in float32, or a single tensor."""
 _MAX_FILLED = 256
 """The number of elements that a CUDA graph may get from the host, each by its own kernel."""
+REGULAR = {Tensor, torch.nn.Parameter}
+"""The classes of dense tensors without code of their own."""
 _PARAMETERS = {torch.nn.Parameter}
 
 
@@ -181,22 +184,34 @@ def _are_halves_elsewhere(group: list[Tensor]) -> bool:
     """Return whether regular tensors of one dtype are of half precision, on an accelerator."""
     if group[0].dtype not in HALVES or group[0].device.type not in ACCELERATORS:
         return False
-    return {Tensor, torch.nn.Parameter}.issuperset(map(type, group))
+    return REGULAR.issuperset(map(type, group))
 
 
 def _multiply_halves(group: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Tensor]:
     """Return tensors of half precision, multiplied by a float32 factor in few launches."""
     # PyTorch starts a kernel for each tensor if the factor has another dtype, and a half-precision
-    # factor has an error of up to 0.4 %. The function behind `GradScaler.unscale_` takes a float32
-    # factor. It works in place, so the tensors are copied first.
-    if not in_place:
-        group = list(foreach_mul(group, 1.0))
-    # Required, not read.
-    found_inf = factor.new_empty(())
-    unscale_(group, found_inf, factor)
-    # Autograd does not see what this function writes.
-    increment_version(group)
-    return group
+    # factor has an error of up to 0.4 %. So float32 copies are multiplied. The function behind
+    # `GradScaler.unscale_` needs none, but CUDA does not have it for bfloat16.
+    products = group if in_place else [torch.empty_like(array) for array in group]
+    start = 0
+    while start < len(group):
+        batch = slice(start, _end_of_batch(group, start))
+        wide = [torch.empty_like(array, dtype=_FLOAT32) for array in group[batch]]
+        foreach_copy_(wide, group[batch])
+        foreach_mul_(wide, factor)
+        foreach_copy_(products[batch], wide)
+        start = batch.stop
+    return products
+
+
+def _end_of_batch(arrays: list[Tensor], start: int) -> int:
+    """Return where a batch ends that has at most `_BATCH` elements, and at least one array."""
+    end = start + 1
+    elements = arrays[start].numel()
+    while end < len(arrays) and elements + arrays[end].numel() <= _BATCH:
+        elements += arrays[end].numel()
+        end += 1
+    return end
 
 
 def by_dtype(arrays: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -70,16 +70,7 @@ foreach_norm = getattr(torch, "_foreach_norm", _of_each(torch.linalg.vector_norm
 foreach_clamp_min = getattr(torch, "_foreach_clamp_min", _of_each(torch.clamp_min))
 foreach_clamp_min_ = getattr(torch, "_foreach_clamp_min_", _of_each(torch.Tensor.clamp_min_))
 foreach_clamp_max_ = getattr(torch, "_foreach_clamp_max_", _of_each(torch.Tensor.clamp_max_))
-
-
-def _unscale_each(arrays: list[torch.Tensor], _: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply by a factor, rounding once, as the function behind ``GradScaler.unscale_`` does."""
-    for array in arrays:
-        array.copy_(array.float().mul_(factor))
-
-
-unscale_ = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", _unscale_each)
-"""Multiplies tensors of half precision by a float32 factor. Without it, one by one in float32."""
+foreach_copy_ = getattr(torch, "_foreach_copy_", _of_each(torch.Tensor.copy_))
 
 
 def _flatten(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
