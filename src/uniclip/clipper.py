@@ -18,8 +18,8 @@ import numpy as np
 import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
+from uniclip._core.containers import Flat, flatten, flatten_known, place
 from uniclip._core.spine import run_spine, run_step
-from uniclip._core.tree import Flat, flatten, flatten_known, place
 from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T, Tree
 from uniclip._warnings import warn

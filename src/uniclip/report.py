@@ -16,8 +16,8 @@ import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
+from uniclip._core.containers import NAMESPACE, flatten
 from uniclip._core.plan import Plan
-from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import summarize
 from uniclip._types import Flags, Tree
 from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of, outlives

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._core.collectives import Collectives, Reduction
+from uniclip._core.containers import place
 from uniclip._core.norm_space import NormSpace
 from uniclip._core.sizes import Sizes, count_elements, needs_sizes, sizes_of_counts
-from uniclip._core.tree import OpenedTree, place
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import check, stable, summarize
 from uniclip._types import Path, Tensor
 from uniclip.backends import compiling

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import optree
@@ -175,11 +175,57 @@ class WrappedLeaf(NamedTuple):
         return isinstance(self.rows, tuple)
 
 
-class Shards(dict[int, Any]):
-    """The shards of the distributed leaves of a tree, by the numbers of these leaves.
+class ShardGroup(Protocol):
+    """The processes along one dimension of a mesh; those of equal processes are equal."""
 
-    A shard has the attributes of `uniclip._core.tree.Shard`.
-    """
+    size: int
+    """How many there are."""
+
+    def processes(self) -> frozenset[int]:
+        """Return their ranks."""
+
+    def reduce(self, array: Any, op: Op, /) -> Any:
+        """Return the sum or the maximum over these processes."""
+
+
+class Shard(Protocol):
+    """The shard of a distributed leaf in this process."""
+
+    shape: tuple[int, ...]
+    """The shape of the leaf."""
+    local: tuple[int, ...]
+    """The shape of the shard."""
+    replicas: int
+    """How many processes hold the same elements."""
+
+    def divided(self, axes: Axes) -> object:
+        """Return the axes that norms along ``axes`` keep and that are sharded, and how."""
+
+    def groups(self, axes: Axes = None, *, replicas: bool = True) -> tuple[ShardGroup, ...]:
+        """Return the processes over which norms along ``axes`` are reduced, with those that hold
+        replicas, if wanted.
+        """
+
+    def divide(self, leaf: Any) -> Any:
+        """Return the same shard of another leaf."""
+
+    def gather(self, leaf: Any) -> Any:
+        """Return another leaf gathered from all processes."""
+
+    def distribute(self, like: Any, local: Any) -> Any:
+        """Return a leaf with another local array."""
+
+    def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
+        """Return the same value, with its derivative multiplied by `replicas`, or divided by it if
+        ``inverse``.
+        """
+
+    def sum_examples(self, like: Any, local: Any) -> Any:
+        """Return a distributed leaf of summed examples."""
+
+
+class Shards(dict[int, Any]):
+    """The `Shard` of each distributed leaf of a tree, by the numbers of these leaves."""
 
     def __init__(self, by_leaf: dict[int, Any], number: int = 0, *, dense: bool = False) -> None:
         super().__init__(by_leaf)
@@ -340,12 +386,6 @@ class Products(NamedTuple):
             return factors
         terms = zip(factors, self.arrays, self.axes, strict=True)
         return [expand_to_leaf(backend, factor, array, axes) for factor, array, axes in terms]
-
-    def sum_if_asked(self, backend: Backend, scaled: list[Any]) -> list[Any]:
-        """Return the products, summed over their first axis if `summed`."""
-        if not self.summed:
-            return scaled
-        return [backend.xp.sum(product, axis=0) for product in scaled]
 
 
 def take(values: Sequence[T] | Mapping[Any, T], numbers: Iterable[Any]) -> list[T]:
@@ -636,7 +676,7 @@ class Backend(Generic[A]):
         scaled = self.multiply(
             products.arrays, factors, in_place=products.in_place, zero=products.zero
         )
-        return products.sum_if_asked(self, scaled)
+        return sum_examples(self, scaled) if products.summed else scaled
 
     def multiply(
         self, arrays: list[A], factors: Sequence[Any], *, in_place: bool, zero: bool
@@ -758,6 +798,11 @@ def _add_rows(backend: Backend[A], group: Sequence[A], op: Op) -> A:
     if len(group) == 1:
         return group[0]
     return reduce_rows(backend, stack_arrays(backend, group), op)
+
+
+def sum_examples(backend: Backend[A], arrays: Sequence[A]) -> list[A]:
+    """Return arrays summed over their first axis, that of examples."""
+    return [backend.xp.sum(array, axis=0) for array in arrays]
 
 
 def reduce_rows(backend: Backend[A], rows: A, op: Op) -> A:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from uniclip._core.containers import flatten
 from uniclip._core.measure import StepInputs
 from uniclip._core.step import run_general_step
-from uniclip._core.tree import flatten, open_tree
+from uniclip._core.tree import open_tree
 from uniclip._errors import check, real, summarize, whole
 from uniclip._types import Norms, Number, Step, Tree
 from uniclip._warnings import warn

@@ -26,6 +26,7 @@ from uniclip.backends.base import (
     View,
     WrappedLeaf,
     stack_terms,
+    sum_examples,
     unchanged,
 )
 from uniclip.backends.torch import dtensor
@@ -199,7 +200,7 @@ class _Torch(dtensor.Distributed):
         new: list[Array] | None = None if kernels is None else kernels.scale(products)
         if new is None:
             return super().scale(products)
-        return products.sum_if_asked(self, new)
+        return sum_examples(self, new) if products.summed else new
 
     def multiply(
         self, arrays: list[Array], factors: Factors, *, in_place: bool, zero: bool
