@@ -174,7 +174,7 @@ def scripted() -> Any:
 
 def flagged() -> Any:
     """Return whether code is traced while PyTorch says so."""
-    from uniclip.backends.torch.private import tracing
+    from uniclip.backends.torch.modes import tracing
 
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
         return [tracing()]

@@ -24,11 +24,11 @@ from uniclip._core.norm_space import NormSpace
 from uniclip._core.sizes import Sizes, count_elements, needs_sizes, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import check, stable, summarize
-from uniclip._types import Path, Tensor
+from uniclip._types import Axes, Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes, LeafInfo, Products, kept_lengths, take
+from uniclip.backends.base import TRACED, LeafInfo, Products, kept_lengths, take
 from uniclip.scopes import Scope, all_leaves, everything
 
 if TYPE_CHECKING:

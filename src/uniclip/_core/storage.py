@@ -8,9 +8,10 @@ from typing import Any
 
 from uniclip._core.containers import Leaf
 from uniclip._errors import describe
+from uniclip._types import View
 from uniclip.backends import Backend
 from uniclip.backends.arrays import overlapping, overlaps_itself
-from uniclip.backends.base import View, take
+from uniclip.backends.base import take
 
 
 def find_shared_storage(

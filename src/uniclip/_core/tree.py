@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uniclip._core.containers import Leaf, Spec, flatten_known, open_containers, place
 from uniclip._core.storage import find_shared_storage
 from uniclip._errors import article, describe, summarize
-from uniclip._types import Array, Path, Step, Tensor, Tree
+from uniclip._types import Array, Axes, Path, Step, Tensor, Tree
 from uniclip.backends import BACKEND_CACHE, DEFAULT, Backend, backend_of, compiling
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import NO_SHARDS, Axes, LeafInfo, Shards, WrappedLeaf, shards_of
+from uniclip.backends.base import NO_SHARDS, LeafInfo, Shards, WrappedLeaf, shards_of
 from uniclip.scopes import Scope, Stacked
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 import array_api_compat
 import optree
 
-from uniclip._types import Path, Tree
+from uniclip._types import Path, Tree, View
 from uniclip.backends.arrays import Standard
-from uniclip.backends.base import Backend, View
+from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = [

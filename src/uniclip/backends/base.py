@@ -25,12 +25,12 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import optree
 
-from uniclip._types import Device, Factors, Namespace, T, Tensor, Tree
+from uniclip._types import A, Axes, Device, Factors, Namespace, Op, T, Tensor, Tree, View
 from uniclip.backends.arithmetic import (
     PIECE,
     cast,
@@ -42,24 +42,10 @@ from uniclip.backends.arithmetic import (
     times,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    A = TypeVar("A", bound=Tensor, default=Any)
-else:
-    from typing import TypeVar
-
-    A = TypeVar("A")
-"""The class of the arrays of a library."""
-
 Leaf: TypeAlias = object
 """A leaf of a tree: an array, or a gradient in another format, such as a sparse one."""
-View: TypeAlias = np.ndarray[Any, Any]
-"""A NumPy array, which may be a view of the memory of any framework's array."""
 Rebuild: TypeAlias = Callable[[Any], Leaf]
-Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
-Axes: TypeAlias = tuple[int, ...] | None
 Storage: TypeAlias = tuple[View | None, str | None]
 """A view of a leaf's memory, ``None`` if its address is unknown; and the reason why the leaf cannot
 be written, ``None`` if it can.

@@ -29,22 +29,19 @@ try:
 except ImportError:  # JAX 0.8
     from jax.core import get_opaque_trace_state
 
-from uniclip._types import Path, Tree
+from uniclip._types import Axes, Op, Path, Tree, View
 from uniclip.backends.arithmetic import enter_both, power_sum, same, sum_dtype, zeroed
 from uniclip.backends.base import (
     HOST,
     NODES,
     TRACED,
     ArrayFacts,
-    Axes,
     Backend,
     LeafInfo,
     OneNorm,
-    Op,
     Products,
     Reduce,
     Terms,
-    View,
     WrappedLeaf,
     operand,
     rounded_norm,

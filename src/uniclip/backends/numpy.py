@@ -18,20 +18,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip._types import Device, DType, Tree
+from uniclip._types import Axes, Device, DType, Tree, View
 from uniclip.backends.arithmetic import PIECE, in_groups, power_sum, row_slices
 from uniclip.backends.base import (
     FITS,
     HOST,
     NUMPY,
     ArrayFacts,
-    Axes,
     Backend,
     LeafInfo,
     OneNorm,
     Storage,
     Terms,
-    View,
     rounded_norm,
     stack_terms,
     take,

@@ -25,7 +25,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 
-from uniclip._types import Device, Number, Tree
+from uniclip._types import A, Axes, Device, Number, Tree, View
 from uniclip.backends.arithmetic import (
     PIECE,
     combine,
@@ -42,14 +42,11 @@ from uniclip.backends.base import (
     LIBRARY,
     RECORDED,
     TRACED,
-    A,
     ArrayFacts,
-    Axes,
     Backend,
     LeafInfo,
     OneNorm,
     Terms,
-    View,
     WrappedLeaf,
     operand,
     rounded_norm,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from uniclip._types import Device, Tree
+from uniclip._types import Axes, Device, Tree, View
 from uniclip.backends.arithmetic import PIECE, enter_both, row_slices
 from uniclip.backends.base import (
     HOST,
@@ -18,12 +18,10 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     ArrayFacts,
-    Axes,
     LeafInfo,
     Products,
     Storage,
     Terms,
-    View,
     WrappedLeaf,
     stack_terms,
     sum_examples,
@@ -49,7 +47,13 @@ from uniclip.backends.torch.formats import (
 from uniclip.backends.torch.gpus import kernels_on
 from uniclip.backends.torch.host import host_view, sums_on_host
 from uniclip.backends.torch.memory import copy_if_shared, memory_of, read_only_reason
-from uniclip.backends.torch.modes import default_device_of, in_transform, is_recorded, valueless
+from uniclip.backends.torch.modes import (
+    default_device_of,
+    in_transform,
+    is_recorded,
+    tracing,
+    valueless,
+)
 from uniclip.backends.torch.namespace import namespace
 from uniclip.backends.torch.one_norm import (
     CPU,
@@ -62,7 +66,7 @@ from uniclip.backends.torch.one_norm import (
     one_norm,
     scale_all,
 )
-from uniclip.backends.torch.private import in_forward_mode, local_tensors, tracing
+from uniclip.backends.torch.private import in_forward_mode, local_tensors
 
 Array: TypeAlias = torch.Tensor
 

@@ -17,26 +17,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from uniclip._types import Axes, Op
 from uniclip.backends.base import (
     NO_SHARDS,
     SHARDS_CACHE_SIZE,
-    Axes,
     Backend,
-    Op,
     Reduce,
     Shards,
     WrappedLeaf,
     shards_of,
 )
-from uniclip.backends.torch.modes import is_recorded
+from uniclip.backends.torch.modes import is_recorded, tracing
 from uniclip.backends.torch.one_norm import SINGLE, move
-from uniclip.backends.torch.private import (
-    LOCAL_TENSOR,
-    SPEC,
-    in_forward_mode,
-    local_tensors,
-    tracing,
-)
+from uniclip.backends.torch.private import LOCAL_TENSOR, SPEC, in_forward_mode, local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

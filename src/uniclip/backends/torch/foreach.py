@@ -9,12 +9,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from uniclip._types import Axes, View
 from uniclip.backends.arithmetic import in_groups, same
-from uniclip.backends.base import Axes, View, take
+from uniclip.backends.base import take
 from uniclip.backends.torch.formats import FLOATS
-from uniclip.backends.torch.modes import is_recorded
+from uniclip.backends.torch.modes import is_recorded, tracing
 from uniclip.backends.torch.one_norm import CPU, HALVES, REAL, in_memory_order, multiply_group
-from uniclip.backends.torch.private import foreach_mul, foreach_mul_, foreach_norm, tracing
+from uniclip.backends.torch.private import foreach_mul, foreach_mul_, foreach_norm
 
 Factors: TypeAlias = "Sequence[float | View | torch.Tensor]"
 """A factor for each array: all numbers or NumPy's arrays, or all tensors."""

@@ -13,8 +13,9 @@ from itertools import compress
 import numpy as np
 import torch
 
+from uniclip._types import View
 from uniclip.backends.arithmetic import PIECE, power_sum
-from uniclip.backends.base import Backend, Terms, View, stack_terms, take
+from uniclip.backends.base import Backend, Terms, stack_terms, take
 from uniclip.backends.numpy import BACKEND as NUMPY
 from uniclip.backends.numpy import (
     add_groups,

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from uniclip._types import View
 from uniclip.backends.arrays import Address
-from uniclip.backends.base import View
 from uniclip.backends.torch.dtensor import is_dtensor
-from uniclip.backends.torch.modes import in_transform, valueless
-from uniclip.backends.torch.private import same_for_all_examples, stored_values, tracing
+from uniclip.backends.torch.modes import in_transform, tracing, valueless
+from uniclip.backends.torch.private import same_for_all_examples, stored_values
 
 
 def read_only_reason(leaf: torch.Tensor) -> str | None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The state of PyTorch around the running code: whether it is transformed, whether derivatives are
-recorded, and the default device. Whether it is traced is in `private`.
+recorded, whether it is traced, and the default device.
 
 These functions are called at every step, so most are one call into PyTorch's core: about 0.03 µs.
 """
@@ -18,11 +18,36 @@ from uniclip.backends.torch.private import (
     DeviceContext,
     FakeTensor,
     FunctionalTensor,
+    any_tracer,
+    before_dispatch,
+    dispatch_depth,
     function_depth,
     in_forward_mode,
+    is_compiling,
     is_fake,
+    jit_traces,
+    transform_depth,
     transforms_active,
 )
+
+
+def tracing() -> bool:
+    """Return whether the running code is recorded to run later on other values,
+    or runs on tensors without values.
+    """
+    # This comes first: the compiler can evaluate it, but none of the functions below.
+    if torch.compiler.is_dynamo_compiling():
+        from uniclip.backends.torch import between_graphs  # noqa: F401 - imported for old compilers
+
+        return True
+
+    return bool(
+        is_compiling()
+        or transform_depth()
+        or (dispatch_depth() > 0 and any_tracer())
+        or jit_traces()
+        or (function_depth() > 0 and before_dispatch())
+    )
 
 
 def valueless(array: object) -> bool:

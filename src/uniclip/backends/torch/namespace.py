@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from array_api_compat import torch as compat
 
-from uniclip.backends.torch.modes import is_recorded
+from uniclip.backends.torch.modes import is_recorded, tracing
 from uniclip.backends.torch.one_norm import REAL
-from uniclip.backends.torch.private import tracing
 
 _Bound: TypeAlias = "float | torch.Tensor | None"
 _LARGEST = {

@@ -26,6 +26,7 @@ from uniclip.backends.arithmetic import PIECE
 from uniclip.backends.base import FITS, FITS_FLOAT64, Backend, OneNorm
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch.gpus import kernels_on
+from uniclip.backends.torch.modes import tracing
 from uniclip.backends.torch.private import (
     flatten,
     foreach_clamp_max_,
@@ -36,7 +37,6 @@ from uniclip.backends.torch.private import (
     foreach_mul_,
     foreach_norm,
     in_forward_mode,
-    tracing,
 )
 
 # Globals are looked up faster than attributes of modules.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from types import CodeType
 from typing import Any, NoReturn
@@ -168,7 +169,7 @@ function_depth = getattr(_C, "_len_torch_function_stack", _unknown_depth)
 """Returns the number of function modes. Without it, new tensors are always made in the context of a
 device, and the dispatch key is looked up.
 """
-_jit_traces = getattr(_C, "_is_tracing", torch.jit.is_tracing)
+jit_traces = getattr(_C, "_is_tracing", torch.jit.is_tracing)
 """Without it, the public function of the same purpose."""
 
 _modes = getattr(_C, "_TorchDispatchModeKey", None)
@@ -178,7 +179,7 @@ _PRE_DISPATCH = getattr(getattr(_C, "DispatchKey", None), "PreDispatch", None)
 _includes = getattr(_C, "_dispatch_tls_is_dispatch_key_included", None)
 
 
-def _any_tracer() -> bool:
+def any_tracer() -> bool:
     """Return whether make_fx, aot_function or FakeTensorMode is active.
 
     Other modes, which count or log, see real values. Without a name, they are taken for tracers.
@@ -188,7 +189,7 @@ def _any_tracer() -> bool:
     return any([_mode_of(key) is not None for key in _TRACERS])
 
 
-def _before_dispatch() -> bool:
+def before_dispatch() -> bool:
     """Return whether make_fx records the operations before they are dispatched.
 
     Without a name, every function mode is taken for one that does.
@@ -201,7 +202,7 @@ def _before_dispatch() -> bool:
 _depth = getattr(_functorch, "get_dynamic_layer_stack_depth", None)
 _active = getattr(_C, "_are_functorch_transforms_active", None)
 # PyTorch 2.11 and 2.12 cannot compile the depth, and the other takes longer.
-_transform_depth: Any = _depth or _active or _raise_missing
+transform_depth: Any = _depth or _active or _raise_missing
 """Returns whether `torch.func` transforms the caller. Without it, by `transforms_active`."""
 transforms_active: Any = _active or _depth or _raise_missing
 """The same for compiled code. Without it, by the depth; without both, an error is raised."""
@@ -227,36 +228,11 @@ def same_for_all_examples(array: torch.Tensor) -> bool:
     return bool(levels)
 
 
-class _Compiler:
-    """Stands for ``torch.compiler`` where that has no flag."""
-
-    @property
-    def _is_compiling_flag(self) -> bool:
-        """The value of the public function, which takes longer."""
-        return bool(torch.compiler.is_compiling())
-
-
-_compiler: Any = torch.compiler if hasattr(torch.compiler, "_is_compiling_flag") else _Compiler()
-
-
-def tracing() -> bool:
-    """Return whether the running code is recorded to run later on other values,
-    or runs on tensors without values.
-    """
-    # This comes first: the compiler can evaluate it, but none of the functions below.
-    if torch.compiler.is_dynamo_compiling():
-        from uniclip.backends.torch import between_graphs  # noqa: F401 - imported for old compilers
-
-        return True
-
-    return bool(
-        _compiler._is_compiling_flag
-        or _transform_depth()
-        or (dispatch_depth() > 0 and _any_tracer())
-        or _jit_traces()
-        or (function_depth() > 0 and _before_dispatch())
-    )
-
+_COMPILING = "_is_compiling_flag"
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+"""Without the flag, the public function, which takes longer."""
+if hasattr(torch.compiler, _COMPILING):
+    is_compiling = partial(getattr, torch.compiler, _COMPILING)
 
 if hasattr(forward_ad, "_current_level"):
 

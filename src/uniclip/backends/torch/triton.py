@@ -42,8 +42,9 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
+from uniclip._types import Axes
 from uniclip.backends.arithmetic import in_groups
-from uniclip.backends.base import Axes, Backend, Products, Terms, stack_terms, take
+from uniclip.backends.base import Backend, Products, Terms, stack_terms, take
 from uniclip.backends.torch import private
 from uniclip.backends.torch.gpus import give_up
 from uniclip.backends.torch.one_norm import are_dense

@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from uniclip.backends.torch.private import foreach_div_, foreach_mul_
-from uniclip.integrations.torch.engines.source import Part, ReplacedAttribute, Source, name_in_model
-
-if TYPE_CHECKING:
-    from uniclip.integrations.torch.handle import Attached
+from uniclip.integrations.torch.engines.source import (
+    Handle,
+    Part,
+    ReplacedAttribute,
+    Source,
+    name_in_model,
+)
 
 _KEY = "uniclip"
 """The key of the rule's state in the ``client_state`` of a checkpoint."""
@@ -273,7 +276,7 @@ def source_of(optimizer: Any, names: dict[int, str]) -> Source:
     raise TypeError(msg)
 
 
-def checkpoint_hooks(engine: Any, handle: Attached) -> list[ReplacedAttribute]:
+def checkpoint_hooks(engine: Any, handle: Handle) -> list[ReplacedAttribute]:
     """Save the state of a rule in the checkpoints of an engine, and load it with them."""
     save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 
