@@ -36,6 +36,7 @@ AVERAGED = (SHARE, SKIPPED)
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
 UNLIMITED = 3e38
+"""The limits from here on stand for none."""
 MANY_SKIPPED = 20
 """Number of consecutive skipped steps after which a run is reported as dead."""
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
@@ -568,6 +569,12 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
     if skipped is not None:
         scalars[SKIPPED] = xp.asarray(skipped, dtype=least.dtype)
     return scalars
+
+
+def nan_where_unlimited(scalars: dict[str, float]) -> dict[str, float]:
+    """Return scalars for a logger, with NaN, a gap in a plot, for limits that stand for none."""
+    absent = [name for name in (LIMIT, THRESHOLD) if scalars.get(name, 0.0) >= UNLIMITED]
+    return scalars | dict.fromkeys(absent, math.nan)
 
 
 def _arrays_of(values: Any) -> list[Any]:
