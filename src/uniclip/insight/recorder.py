@@ -557,6 +557,9 @@ def _with_paths(node: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
     if isinstance(node, (dict, list, tuple)):
         items = node.items() if isinstance(node, dict) else enumerate(node)
         return [leaf for key, child in items for leaf in _with_paths(child, (*path, key))]
+    # Most nodes are leaves, and their structure takes time.
+    if node is None or hasattr(node, "shape"):
+        return [(path, node)]
     leaves, structure = flatten(node)
     pairs = zip(structure.paths(), leaves, strict=True)
     return [((*path, *inner), leaf) for inner, leaf in pairs]
