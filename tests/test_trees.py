@@ -309,7 +309,7 @@ def test_sparse_formats_of_scipy(layout: str, kind: str) -> None:
         for clip in (uc.clip, uc.clip_, uc.clip):
             with pytest.raises(TypeError, match=wanted):
                 clip({"b": np.ones(2), "w": leaf}, rule)
-    with pytest.raises(TypeError, match="^grads is a scipy"):
+    with pytest.raises(TypeError, match=r"^grads is a scipy"):
         uc.clip(leaf, uc.by_norm(1.0))
     with pytest.raises(TypeError, match=f"params{wanted}"):
         uc.clip({"w": np.ones((2, 2))}, uc.agc(), params={"w": leaf})

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
-from operator import and_
 from inspect import getmembers
+from operator import and_
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 

@@ -252,8 +252,7 @@ class Recorder:
         trees = read_arrays((report, leaves and dict(leaves), arrays))
         for index in range(count):
             scalars_of_step, leaves_of_step, numbers_of_step = [
-                tree and {name: array[index, ...] for name, array in tree.items()}
-                for tree in trees
+                tree and {name: array[index, ...] for name, array in tree.items()} for tree in trees
             ]
             number = None if step is None else step + index
             self(scalars_of_step, number, leaves=leaves_of_step, **numbers_of_step)
