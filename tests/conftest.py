@@ -46,6 +46,7 @@ APART = ("types", "libraries", "engines", "triton")
 NEEDS = {
     # With the frameworks installed, mypy takes minutes.
     "typed/test_types.py": {"types"},
+    "libraries/test_hydra.py": {"libraries"},
     "libraries/test_libraries.py": {"libraries"},
     "engines/test_engines.py": {"engines"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},

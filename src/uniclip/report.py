@@ -83,8 +83,9 @@ class Report:
     """What a rule measured and did at one step, in arrays of the framework.
 
     Nothing is read from an accelerator. Where all leaves share a norm, a field is one array (0-d
-    unless the scope keeps axes); with labeled groups a dict by label; else a tree like the
-    gradients. For a rule that measures no norm (``by_value``, a function) every field is ``None``.
+    unless the scope keeps axes); with labeled groups a dict by label, the labels sorted as text;
+    else a tree like the gradients. For a rule that measures no norm (``by_value``, a function)
+    every field is ``None``.
 
     Attributes
     ----------

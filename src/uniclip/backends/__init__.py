@@ -71,6 +71,8 @@ def _jax() -> Backend:
 
 _LOADERS: dict[str, Callable[[], Backend]] = {
     "numpy": lambda: DEFAULT,
+    # Its sparse matrices have an error of their own; some are dicts, and would be opened.
+    "scipy": lambda: DEFAULT,
     "torch": _torch,
     "tensorflow": _tensorflow,
     "jax": _jax,

@@ -733,12 +733,12 @@ class _JAX(Backend[jax.Array]):
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
             return False
-        if leaf.dtype in _FLOATS:
-            return True
-        # A format of exponents alone has neither zero nor negative numbers.
-        return jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu"
+        return leaf.dtype in _FLOATS or jnp.issubdtype(leaf.dtype, np.number)
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
+        # A format of exponents alone has neither zero nor negative numbers.
+        if leaf.dtype.name == "float8_e8m0fnu":
+            return "float8_e8m0fnu cannot be clipped; use astype(jnp.float32)"
         if not isinstance(leaf, sparse.JAXSparse) or isinstance(leaf, sparse.BCOO):
             return None
         return (
