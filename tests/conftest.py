@@ -46,10 +46,12 @@ APART = ("types", "libraries", "engines", "triton")
 NEEDS = {
     # With the frameworks installed, mypy takes minutes.
     "typed/test_types.py": {"types"},
+    "libraries/test_hydra.py": {"libraries"},
     "libraries/test_libraries.py": {"libraries"},
     "engines/test_engines.py": {"engines"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
+    "test_private.py": {"torch"},
     "test_processes.py": {"torch"},
     "test_triton.py": {"triton"},
     "test_sharding.py": {"jax", "optax"},

@@ -219,10 +219,11 @@ def test_calls_on_shards() -> None:
     judge_all("shards")
 
 
-VIEWS = {
+WITHOUT_KERNEL = {
     "alias",
     "as_strided",
     "detach",
+    "empty_like",
     "expand",
     "permute",
     "select",
@@ -231,7 +232,7 @@ VIEWS = {
     "unsqueeze",
     "view",
 }
-"""Operations that start no kernel."""
+"""Operations that start no kernel: views, and memory that is not written."""
 
 
 def is_dense(array: Any) -> bool:
@@ -244,8 +245,9 @@ def starts(func: Any, args: tuple[Any, ...]) -> int:
     """Return the number of kernels that an operation starts on CUDA.
 
     Operations on lists start one for each tensor, unless all tensors are dense and of one dtype. A
-    0-d factor must be of this dtype, too, and a list of factors of their shapes. PyTorch takes at
-    most 110 tensors in a launch; this is ignored, since newer versions take more.
+    0-d factor must be of this dtype, too, and a list of factors of their shapes. A copy may convert
+    one dtype to another. PyTorch takes at most 110 tensors in a launch; this is ignored, since
+    newer versions take more.
     """
     import torch
 
@@ -254,7 +256,7 @@ def starts(func: Any, args: tuple[Any, ...]) -> int:
         [x for x in args if isinstance(x, (torch.Tensor, list, tuple))],
     )
     # Without an array, a number becomes one.
-    if not arrays or name in VIEWS:
+    if not arrays or name in WITHOUT_KERNEL:
         return 0
     if not name.startswith("_foreach"):
         return 1
@@ -265,9 +267,10 @@ def starts(func: Any, args: tuple[Any, ...]) -> int:
         if isinstance(other, torch.Tensor):
             alike = alike and other.dtype is first[0].dtype
         elif isinstance(other[0], torch.Tensor):
-            alike = alike and all(
-                x.shape == y.shape and x.dtype is y.dtype for x, y in zip(first, other, strict=True)
-            )
+            # The lists that `_foreach_copy_` takes may differ in their dtypes.
+            of_one_dtype = other if name == "_foreach_copy_" else [*first, *other]
+            alike = alike and len({array.dtype for array in of_one_dtype}) == 1
+            alike = alike and all(x.shape == y.shape for x, y in zip(first, other, strict=True))
     return 1 if alike else len(first)
 
 

@@ -101,7 +101,7 @@ def of_versions() -> list[str]:
     """Return the rows of the page of versions."""
     first, *_, last = PYTHONS
     before_compiled = f"2.{int(COMPILED_TORCH.removeprefix('2.')) - 1}"
-    kernels = read("src/uniclip/backends/torch/kernels.py").replace(", ", ".")
+    kernels = read("src/uniclip/backends/torch/gpus.py").replace(", ", ".")
     [triton] = re.findall(r" _VERSIONS = \{\((\d+\.\d+)\)", kernels)
     for_gpu = dict(re.findall(r"\((\d+\.\d)\): \((\d\.\d)\)", kernels))
     run = found("pyproject.toml", r'"triton==(\d+\.\d+)\.\d+;')

@@ -343,3 +343,16 @@ def test_a_report_of_a_class_of_ones_own() -> None:
         "clip/norm": 2.0,
         "clip/factor": 0.5,
     }
+
+
+def test_the_order_of_norms() -> None:
+    """The norms of groups are sorted by label; those of leaves have the order of the gradients."""
+    grads = {"w": np.ones(1), "b": np.ones(4), "a": {"z": np.ones(9), "c": np.zeros(2)}}
+    limits = {"w": 1.0, "b": 2.0, "a": 3.0}
+    _, report = uc.clip(grads, uc.by_group_norm(limits, lambda path, leaf: path[0]))
+    assert [list(field.items()) for field in (report.norms, report.limits)] == [
+        [("a", 3.0), ("b", 2.0), ("w", 1.0)],
+        [("a", 3.0), ("b", 2.0), ("w", 1.0)],
+    ]
+    _, report = uc.clip(grads, uc.by_norm(1.0))
+    assert (list(report.norms), list(report.norms["a"])) == (["w", "b", "a"], ["z", "c"])

@@ -363,6 +363,22 @@ def test_half_precision_on_a_device(name: str, dtypes: list[str], in_place: bool
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_many_elements_of_half_precision_on_a_device(in_place: bool) -> None:
+    """Tensors that are multiplied in batches are those that are multiplied one by one."""
+    import torch
+
+    lengths = [7, 2**25 + 1, 2**24, 2**24 + 1, 3, 5]
+    given = [torch.full((length,), 0.1, dtype=torch.bfloat16) for length in lengths]
+    clipper = uc.Clipper(uc.by_global_norm(1.0))
+    with on_torch():
+        clipped = (clipper.clip_ if in_place else clipper)(given)
+    wanted = (torch.tensor(0.1).bfloat16().float() * clipper.report.factors).bfloat16()
+    for new in given if in_place else clipped:
+        assert bool((new == wanted).all())
+
+
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(1.0)], ids=["global", "norm"])
 def test_autograd_sees_what_is_written(

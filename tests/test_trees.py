@@ -272,6 +272,63 @@ def test_kinds_that_torch_cannot_clip(name: str) -> None:
     assert first.tolist() == [3.0, 4.0]
 
 
+@pytest.mark.needs("tensorflow")
+def test_kinds_that_tensorflow_cannot_clip() -> None:
+    """The error names the leaf, its dtype and the cast, also in a graph, and the cast works."""
+    import tensorflow as tf
+
+    whole = tf.constant([3, 4], tf.int8)
+    stored = tf.dtypes.experimental
+    for dtype, wider in (
+        (stored.float8_e4m3fn, "float32"),
+        (stored.float8_e5m2, "float32"),
+        (stored.int4, "int8"),
+    ):
+        leaf = tf.cast(tf.cast(whole, wider), dtype)
+        wanted = rf"grads\['w'\].*with {dtype.name}; use tf\.cast\(g, tf\.{wider}\)"
+        for rule in (uc.by_global_norm(1.0), uc.by_norm(1.0), uc.by_value(-1.0, 1.0)):
+            for run in (uc.clip, tf.function(uc.clip)):
+                with pytest.raises(TypeError, match=wanted):
+                    run({"b": tf.ones(2), "w": leaf}, rule)
+        clipped, _ = uc.clip(tf.cast(leaf, wider), uc.by_global_norm(1.0))
+        np.testing.assert_allclose(clipped.numpy(), [0.6, 0.8], rtol=1e-6)
+
+
+# JAX installs SciPy.
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("kind", ["matrix", "array"])
+@pytest.mark.parametrize("layout", ["bsr", "coo", "csc", "csr", "dia", "dok", "lil"])
+def test_sparse_formats_of_scipy(layout: str, kind: str) -> None:
+    """The error names the leaf, its format and the remedy; ``dok`` is a dict of its elements."""
+    import scipy.sparse
+
+    leaf = getattr(scipy.sparse, f"{layout}_{kind}")(np.diag([3.0, 4.0]))
+    wanted = rf"\['w'\] is a scipy.sparse._{layout}.{layout}_{kind} .*use toarray\(\)"
+    for rule in (uc.by_global_norm(1.0), uc.by_norm(1.0), uc.by_value(-1.0, 1.0)):
+        # The first leaf of a class is looked up, later ones are known.
+        for clip in (uc.clip, uc.clip_, uc.clip):
+            with pytest.raises(TypeError, match=wanted):
+                clip({"b": np.ones(2), "w": leaf}, rule)
+    with pytest.raises(TypeError, match=r"^grads is a scipy"):
+        uc.clip(leaf, uc.by_norm(1.0))
+    with pytest.raises(TypeError, match=f"params{wanted}"):
+        uc.clip({"w": np.ones((2, 2))}, uc.agc(), params={"w": leaf})
+    clipped, _ = uc.clip({"w": leaf.toarray()}, uc.by_norm(1.0))
+    np.testing.assert_allclose(clipped["w"], np.diag([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "float8_e8m0fnu"])
+def test_kinds_that_numpy_cannot_clip(name: str) -> None:
+    """The error names the leaf, its dtype and the remedy."""
+    import ml_dtypes
+
+    leaf = np.asarray([1.0, 4.0]).astype(getattr(ml_dtypes, name))
+    wanted = rf"grads\['w'\].*: {name} cannot be clipped; use astype\(np\.float32\)"
+    with pytest.raises(TypeError, match=wanted):
+        uc.clip({"w": leaf}, uc.by_norm(1.0))
+    uc.clip({"w": leaf.astype(np.float32)}, uc.by_norm(1.0))
+
+
 @pytest.mark.needs("jax")
 def test_kinds_of_jax() -> None:
     """8-bit floats are clipped as float32 and rounded once; leaves without numbers are refused."""
@@ -287,6 +344,8 @@ def test_kinds_of_jax() -> None:
     for leaf in (jax.random.key(0), jnp.ones(2) > 0):
         with pytest.raises(TypeError, match=r"grads\[1\]"):
             uc.clip([jnp.ones(2), leaf], rules[0])
+    with pytest.raises(TypeError, match=r"grads\[1\].*e8m0fnu cannot .*astype\(jnp\.float32\)"):
+        uc.clip([jnp.ones(2), jnp.ones(2, "float8_e8m0fnu")], rules[0])
 
 
 @pytest.mark.needs("jax")

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+else:
+    from typing import TypeVar
 
 T = TypeVar("T")
 """A tree of arrays, which is returned with the same structure."""
@@ -78,6 +85,21 @@ State: TypeAlias = tuple[Any, ...]
 
 Namespace: TypeAlias = ModuleType
 """An array API namespace."""
+
+if TYPE_CHECKING:
+    A = TypeVar("A", bound=Tensor, default=Any)
+else:
+    A = TypeVar("A")
+"""The class of the arrays of a library."""
+
+View: TypeAlias = np.ndarray[Any, Any]
+"""A NumPy array, which may be a view of the memory of any framework's array."""
+
+Axes: TypeAlias = tuple[int, ...] | None
+"""The axes along which a norm is taken, ``None`` for all."""
+
+Op: TypeAlias = Literal["sum", "max"]
+"""A reduction."""
 
 DType: TypeAlias = object
 """A data type of a framework."""

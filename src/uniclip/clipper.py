@@ -18,8 +18,8 @@ import numpy as np
 import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
+from uniclip._core.containers import Flat, flatten, flatten_known, place
 from uniclip._core.spine import run_spine, run_step
-from uniclip._core.tree import Flat, flatten, flatten_known, place
 from uniclip._errors import check, summarize
 from uniclip._types import Number, Step, T, Tree
 from uniclip._warnings import warn
@@ -31,6 +31,7 @@ from uniclip.report import (
     NORM,
     NORM_MAX,
     Report,
+    nan_where_unlimited,
     read_arrays,
 )
 from uniclip.rule import BaseRule, Rule, take_step
@@ -224,8 +225,9 @@ class Clipper:
         -------
         dict of str to float
             `scalars`, with the means over these steps of ``"clip/share"`` and ``"clip/skipped"``,
-            and ``"clip/norm_max"``, the largest finite norm. Empty if there was no step. Steps are
-            kept from the first call on, which returns the last one only.
+            and ``"clip/norm_max"``, the largest finite norm. A limit or threshold that does not
+            exist is NaN. Empty if there was no step. Steps are kept from the first call on, which
+            returns the last one only.
 
         Examples
         --------
@@ -237,6 +239,10 @@ class Clipper:
         >>> logs["clip/norm"], logs["clip/share"], logs["clip/norm_max"]
         (1.0, 0.5, 5.0)
         """
+        return self.totals().scalars()
+
+    def totals(self) -> Totals:
+        """Return what `logs` are made of, for integrations that also add up several windows."""
         # Nothing is kept for a clipper whose logs nobody reads.
         if self._window is None:
             self._window = _Window()
@@ -551,21 +557,57 @@ class Clipper:
             raise TypeError(msg)
 
 
+class Totals(NamedTuple):
+    """What the logs of some steps have: the last scalars, the sums of others, the largest norm."""
+
+    last: dict[str, float]
+    sums: dict[str, float]
+    """The sums of the scalars that are averaged."""
+    steps: int
+    largest: float
+    """The largest finite norm, NaN if there was none."""
+
+    @classmethod
+    def of_step(cls, report: Report) -> Totals:
+        """Return those of one step, whose report has been read from its device."""
+        last = {name: float(value) for name, value in report.scalars().items()}
+        norm = last.get(NORM, math.nan)
+        largest = norm if math.isfinite(norm) else math.nan
+        return cls(last, {name: last[name] for name in AVERAGED if name in last}, 1, largest)
+
+    def followed_by(self, later: Totals) -> Totals:
+        """Return those of these steps and of later ones."""
+        if not later.steps:
+            return self
+        sums = dict(self.sums)
+        for name, total in later.sums.items():
+            sums[name] = sums.get(name, 0.0) + total
+        # Unlike `max`, this ignores NaN.
+        largest = float(np.fmax(self.largest, later.largest))
+        return Totals(later.last, sums, self.steps + later.steps, largest)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the last scalars, means, and the largest norm; none of no step."""
+        scalars = dict(self.last)
+        for name, total in self.sums.items():
+            scalars[name] = total / self.steps
+        if NORM in scalars:
+            scalars[NORM_MAX] = self.largest
+        return nan_where_unlimited(scalars)
+
+
+NO_STEPS = Totals({}, {}, 0, math.nan)
+
+
 class _Window:
     """The steps between two logs: reports that wait to be read together,
-    and the sums of earlier ones.
+    and the totals of earlier ones.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begin()
-
-    def _begin(self) -> None:
         self._waiting: list[Report] = []
-        self._last: dict[str, float] = {}
-        self._sums: dict[str, float] = {}
-        self._count = 0
-        self._largest = math.nan
+        self._totals = NO_STEPS
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
@@ -583,29 +625,15 @@ class _Window:
         waiting = self._waiting
         self._waiting = []
         for report in read_arrays(waiting):
-            last = {name: float(value) for name, value in report.scalars().items()}
-            for name in AVERAGED:
-                if name in last:
-                    self._sums[name] = self._sums.get(name, 0.0) + last[name]
+            self._totals = self._totals.followed_by(Totals.of_step(report))
 
-            self._count += 1
-            norm = last.get(NORM, math.nan)
-            # The largest norm starts as NaN, with which every comparison is false.
-            if math.isfinite(norm) and not norm <= self._largest:
-                self._largest = norm
-            self._last = last
-
-    def read(self) -> dict[str, float]:
-        """Return the last scalars, means, and the largest norm; start the next window."""
+    def read(self) -> Totals:
+        """Return the totals; start the next window."""
         with self._lock:
             self._fold()
-            scalars = dict(self._last)
-            for name, total in self._sums.items():
-                scalars[name] = total / self._count
-            if NORM in self._last:
-                scalars[NORM_MAX] = self._largest
-            self._begin()
-            return scalars
+            totals = self._totals
+            self._totals = NO_STEPS
+            return totals
 
 
 def _tree_for_state(grads: Flat, step: Step) -> Flat:

@@ -15,18 +15,11 @@ from typing import Any, ClassVar, TypeAlias
 
 import optree
 
+from uniclip._core.containers import Flat, Spec, flatten, flatten_known
 from uniclip._core.plan import check_answers_differ, is_new
 from uniclip._core.spine import run_spine
 from uniclip._core.step import state_where
-from uniclip._core.tree import (
-    Flat,
-    OpenedTree,
-    Spec,
-    backend_for,
-    flatten,
-    flatten_known,
-    open_tree,
-)
+from uniclip._core.tree import OpenedTree, backend_for, open_tree
 from uniclip._errors import (
     check,
     describe,

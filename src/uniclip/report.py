@@ -16,8 +16,8 @@ import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
+from uniclip._core.containers import NAMESPACE, flatten
 from uniclip._core.plan import Plan
-from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import summarize
 from uniclip._types import Flags, Tree
 from uniclip.backends import BACKEND_CACHE, Backend, backend_of, library_of, outlives
@@ -36,6 +36,7 @@ AVERAGED = (SHARE, SKIPPED)
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
 UNLIMITED = 3e38
+"""The limits from here on stand for none."""
 MANY_SKIPPED = 20
 """Number of consecutive skipped steps after which a run is reported as dead."""
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
@@ -82,8 +83,9 @@ class Report:
     """What a rule measured and did at one step, in arrays of the framework.
 
     Nothing is read from an accelerator. Where all leaves share a norm, a field is one array (0-d
-    unless the scope keeps axes); with labeled groups a dict by label; else a tree like the
-    gradients. For a rule that measures no norm (``by_value``, a function) every field is ``None``.
+    unless the scope keeps axes); with labeled groups a dict by label, the labels sorted as text;
+    else a tree like the gradients. For a rule that measures no norm (``by_value``, a function)
+    every field is ``None``.
 
     Attributes
     ----------
@@ -568,6 +570,12 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
     if skipped is not None:
         scalars[SKIPPED] = xp.asarray(skipped, dtype=least.dtype)
     return scalars
+
+
+def nan_where_unlimited(scalars: dict[str, float]) -> dict[str, float]:
+    """Return scalars for a logger, with NaN, a gap in a plot, for limits that stand for none."""
+    absent = [name for name in (LIMIT, THRESHOLD) if scalars.get(name, 0.0) >= UNLIMITED]
+    return scalars | dict.fromkeys(absent, math.nan)
 
 
 def _arrays_of(values: Any) -> list[Any]:

@@ -9,10 +9,11 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
 
 from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.containers import Flat
 from uniclip._core.limiting import first_state
 from uniclip._core.plan import RuleCache, plan_for
 from uniclip._core.spine import run_step
-from uniclip._core.tree import Flat, open_tree
+from uniclip._core.tree import open_tree
 from uniclip._errors import (
     Origin,
     Printed,

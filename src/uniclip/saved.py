@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import optree
 
+from uniclip._core.containers import Flat, flatten, place
 from uniclip._core.plan import label_of
-from uniclip._core.tree import Flat, flatten, place
 from uniclip._errors import check, stable, summarize
 from uniclip._types import Tensor, Tree
 from uniclip._version import version

@@ -565,6 +565,23 @@ def test_a_record_of_windows(every: int, tmp_path: Path) -> None:
     assert logs["clip/norm_max"] == pytest.approx([most(steps[:8]), most(steps[8:])], rel=2e-5)
 
 
+def test_a_limit_that_does_not_exist(tmp_path: Path) -> None:
+    """A limit that does not exist is NaN in the logs, a gap in a plot, and infinite in a record."""
+    rule = uc.zclip(z=1.0, warmup=4)
+    made = compiled(ClippedOptimizer(sgd(), rule))
+    with insight.Recorder(tmp_path / "run.jsonl") as record:
+        logs = fit(made, FINITE[:4], LogClipping(record=record), epochs=3)
+    # The first epoch ends before the rule has a limit.
+    _, steps = by_hand(rule, FINITE[:4] * 3)
+    ends = steps[3::4]
+    for name in ("clip/limit", "clip/threshold"):
+        wanted = [math.nan, ends[1][name], ends[2][name]]
+        assert logs[name] == pytest.approx(wanted, rel=2e-5, nan_ok=True)
+        assert max(wanted[1:]) < 100
+    limits = [math.inf, ends[1]["clip/limit"], ends[2]["clip/limit"]]
+    np.testing.assert_allclose(insight.read(record.path).limits, limits, rtol=2e-5)
+
+
 def mean(name: str, steps: list[dict[str, float]]) -> float:
     """Return the mean of a logged value."""
     return float(np.mean([step[f"clip/{name}"] for step in steps]))

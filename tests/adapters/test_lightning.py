@@ -147,9 +147,13 @@ class Fitting(Looping):
         return next(iter(self.trainer.optimizers), SimpleNamespace(state={}))
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars in the logger; the means of an epoch appear at its end."""
-        found = super().scalars()
-        return found | next((row for row in reversed(self.logger.rows) if row), {})
+        """Return the scalars in the logger since the last log; the largest norm is one of many."""
+        row = next((row for row in reversed(self.logger.rows) if row), {})
+        return {
+            name.removesuffix("_step"): value
+            for name, value in row.items()
+            if not name.startswith("clip/norm_max")
+        }
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
@@ -217,6 +221,51 @@ def test_logs_of_an_epoch() -> None:
     assert {row["clip/share"] for row in ends} != {0.0}
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+def test_logs_when_the_trainer_does(micro: int) -> None:
+    """Between the Trainer's logs nothing is logged, but every step counts in the next log."""
+    called: list[int] = []
+
+    class Counting(Module):
+        def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+            """Store when the module logs."""
+            called.append(self.trainer.global_step)
+            super().log(name, *args, **kwargs)
+
+    rule, logger = uc.zclip(z=1.0, warmup=2), Logged()
+    of = [batch for batch in BATCHES[:5] for _ in range(micro)]
+    options = {"log_every_n_steps": 2, "accumulate_grad_batches": micro, "logger": logger}
+    made = fit(Counting(), of, ClipGradients(rule), **options)
+    _, steps = by_hand(rule, BATCHES[:5])
+
+    assert sorted(set(called)) == [2, 4, 5]
+    # The last row is of the whole epoch.
+    rows = [row for row in logger.rows if row]
+    for row, part in zip(rows, (steps[:2], steps[2:4], steps), strict=True):
+        suffix = "" if len(part) == 5 else "_step"
+        assert row["clip/norm"] == pytest.approx(part[-1]["clip/norm"], rel=1e-4)
+        share = np.mean([step["clip/share"] for step in part])
+        assert row[f"clip/share{suffix}"] == pytest.approx(share)
+        largest = max(step["clip/norm"] for step in part)
+        assert row[f"clip/norm_max{suffix}"] == pytest.approx(largest, rel=1e-4)
+    assert made.callback_metrics["clip/norm"] == pytest.approx(steps[-1]["clip/norm"], rel=1e-4)
+
+
+def test_a_limit_that_does_not_exist() -> None:
+    """A limit that does not exist is a gap in a plot, not the largest number, nor the last one."""
+    rule, logger = uc.zclip(z=1.0, warmup=2), Logged()
+    made = fit(Module(), BATCHES, ClipGradients(rule), logger=logger)
+    _, steps = by_hand(rule, BATCHES)
+    for name in ("clip/limit", "clip/threshold"):
+        # After the rows of the steps there is one of the epoch.
+        found = [row[name] for row in logger.rows if row][:-1]
+        wanted = [step[name] if step[name] < 1e30 else np.nan for step in steps]
+        assert found == pytest.approx(wanted, rel=1e-4, nan_ok=True)
+        assert np.isnan(found).any()
+        assert np.isfinite(found).any()
+    assert float(made.callback_metrics["clip/threshold"]) == pytest.approx(found[-1])
+
+
 class Manual(Module):
     """Two optimizers, of which the second steps at every other batch, with losses."""
 
@@ -263,6 +312,41 @@ def test_manual_optimization() -> None:
         fit(Manual(None), BATCHES[:1], ClipGradients([rule]))
     with pytest.raises(MisconfigurationException, match="record"):
         fit(Manual(None), BATCHES[:1], ClipGradients(rule, record=insight.Recorder("never.jsonl")))
+
+
+class Twice(Module):
+    """A module that takes two steps for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        """Step twice."""
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.net(**batch)["loss"])
+            self.optimizers().step()
+
+
+def test_several_steps_for_a_batch() -> None:
+    """All steps of a batch count; so do those of an optimizer without a step in this batch."""
+    logger = Logged()
+    rule = uc.autoclip(50, window=4)
+    fit(Twice(), BATCHES[:4], ClipGradients(rule), logger=logger, log_every_n_steps=2)
+    _, steps = by_hand(rule, [batch for batch in BATCHES[:4] for _ in range(2)])
+    rows = [row for row in logger.rows if "clip/share_step" in row]
+    for row, part in zip(rows, (steps[:4], steps[4:]), strict=True):
+        share = np.mean([step["clip/share"] for step in part])
+        assert row["clip/share_step"] == pytest.approx(share)
+        largest = max(step["clip/norm"] for step in part)
+        assert row["clip/norm_max_step"] == pytest.approx(largest, rel=1e-4)
+
+    # The second optimizer steps at the second and the fourth batch only.
+    logger, module = Logged(), Manual(ClipGradients(uc.by_global_norm(1e-6)))
+    fit(module, BATCHES[:4], module.clipping, logger=logger, log_every_n_steps=3)
+    row = next(row for row in logger.rows if row)
+    assert row["clip/norm/1"] == pytest.approx(module.norms[1][0], rel=1e-4)
 
 
 # Checkpoints of the rest are not saved.

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 import uniclip as uc
 from adapters.contract import contract
@@ -340,6 +342,53 @@ def test_logs(tmp_path: Path) -> None:
     assert made.logged("clip/norm") == pytest.approx(made.logged("grad_norm"), rel=1e-4)
     # The summary at the end belongs to no step.
     assert after.logs[2] == set()
+
+
+def in_tensorboard(folder: Path, name: str) -> list[float]:
+    """Return the values that TensorBoard shows."""
+    [file] = folder.rglob("events.*")
+    shown = EventAccumulator(str(file.parent)).Reload()
+    return [event.value for event in shown.Scalars(f"train/{name}")]
+
+
+@pytest.mark.parametrize("way", ["mixin", "moved", "listed"])
+def test_loggers(way: str, tmp_path: Path) -> None:
+    """TensorBoard shows the scalars, with each way that the page names."""
+    rule, loader = uc.autoclip(50, window=4), [tensors(batch) for batch in BATCHES[:6]]
+    options: dict[str, Any] = {"report_to": ["tensorboard"], "logging_steps": 2}
+    if way == "mixin":
+        made: Any = Clipping(tmp_path, loader, rule=rule, **options)
+    elif way == "moved":
+        made = Feeding(tmp_path, loader, ClipGradients(rule), **options)
+        made.add_callback(made.pop_callback(TensorBoardCallback))
+    else:
+        callbacks = ClipGradients(rule), TensorBoardCallback()
+        made = Feeding(tmp_path, loader, *callbacks, **{**options, "report_to": []})
+    made.train()
+
+    _, steps = by_hand(rule, BATCHES[:6])
+    pairs = list(zip(steps[::2], steps[1::2], strict=True))
+    norms = [second["clip/norm"] for _, second in pairs]
+    assert in_tensorboard(tmp_path, "clip/norm") == pytest.approx(norms, rel=1e-4)
+    shares = [(first["clip/share"] + second["clip/share"]) / 2 for first, second in pairs]
+    assert in_tensorboard(tmp_path, "clip/share") == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("mixin", [False, True])
+def test_a_limit_that_does_not_exist(tmp_path: Path, *, mixin: bool) -> None:
+    """A limit that does not exist is NaN, a gap in a plot, and not the largest number."""
+    rule, loader = uc.zclip(z=1.0, warmup=2), [tensors(batch) for batch in BATCHES]
+    if mixin:
+        made: Any = Clipping(tmp_path, loader, rule=rule)
+    else:
+        made = Feeding(tmp_path, loader, ClipGradients(rule))
+    made.train()
+    _, steps = by_hand(rule, BATCHES)
+    for name in ("clip/limit", "clip/threshold"):
+        wanted = [step[name] if step[name] < 1e30 else np.nan for step in steps]
+        assert made.logged(name) == pytest.approx(wanted, rel=1e-4, nan_ok=True)
+        assert np.isnan(wanted).any()
+        assert np.isfinite(wanted).any()
 
 
 class Patient(EarlyStoppingCallback):

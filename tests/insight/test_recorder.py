@@ -88,20 +88,19 @@ def test_header_and_lines(tmp_path: Path) -> None:
 def test_a_function_gets_the_rows() -> None:
     """A function gets the scalars in windows, with NaN where the file has null."""
     rows: list[dict[str, Any]] = []
-    with Recorder(
-        rows.append, every=2, leaves="all", params={"a": np.ones(2), "b": np.ones(1)}
-    ) as record:
-        record(report_of(3.0), loss=0.5, leaves=np.asarray([3.0, 0.0]), rate=1)
+    zero = np.zeros(())
+    with Recorder(rows.append, every=2, leaves="all") as record:
+        record(report_of(3.0), loss=0.5, leaves={"b": np.asarray(3.0), "a": zero}, rate=1)
         assert rows == []
         report = report_of(math.nan)
-        record(report, leaves=np.asarray([math.nan, 0.0]))
+        record(report, leaves={"b": np.asarray(math.nan), "a": zero})
         assert [row["step"] for row in rows] == [1, 2]
-        record(report_of(0.5), step=7, leaves=np.zeros(2))
+        record(report_of(0.5), step=7, leaves={"b": zero, "a": zero})
     scalars = {name: float(value) for name, value in report_of(3.0).scalars().items()}
     assert rows[0] == {
         "step": 1,
         **scalars,
-        "leaves": {"a": 3.0, "b": 0.0},
+        "leaves": {"b": 3.0, "a": 0.0},
         "loss": 0.5,
         "rate": 1.0,
     }
@@ -215,10 +214,11 @@ def test_values_are_those_of_their_step(tmp_path: Path) -> None:
         for _ in range(3):
             total += 1
             rows += 1
-            record(report_of(2.0), loss=total, leaves=rows, rate=total)
+            leaves = {"a": rows[0, ...], "b": rows[1, ...]}
+            record(report_of(2.0), loss=total, leaves=leaves, rate=total)
     assert [
         (row["loss"], row["rate"], row["leaves"]) for row in lines(tmp_path / "run.jsonl")[1:]
-    ] == [(number, number, {"0": number, "1": number}) for number in (1.0, 2.0, 3.0)]
+    ] == [(number, number, {"a": number, "b": number}) for number in (1.0, 2.0, 3.0)]
 
 
 def test_a_refused_call_leaves_no_trace(tmp_path: Path) -> None:
@@ -250,10 +250,10 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
 
 def test_leaves(tmp_path: Path) -> None:
     """The norms of leaves are written at the end of each window and at spikes, or at each step."""
-    rng, params = np.random.default_rng(0), {"a": np.ones(4), "b": np.ones(9), "c": np.ones(2)}
+    rng, params = np.random.default_rng(0), {"b": np.ones(9), "c": np.ones(2), "a": np.ones(4)}
     for leaves, wanted in ((True, [1, 25, 37, 50, 75, 90, 100]), ("all", list(range(1, 101)))):
         path = tmp_path / f"{leaves}.jsonl"
-        with Recorder(path, every=25, leaves=leaves, rule=RULE, params=params) as record:
+        with Recorder(path, every=25, leaves=leaves, rule=RULE) as record:
             for step in range(1, 101):
                 grads = {name: rng.normal(size=p.shape) for name, p in params.items()}
                 if step == 37:
@@ -263,7 +263,7 @@ def test_leaves(tmp_path: Path) -> None:
                 record(uc.clip(grads, RULE)[1], leaves=insight.leaf_norms(grads))
         rows = {row["step"]: row for row in lines(path)[1:]}
         assert [step for step, row in rows.items() if "leaves" in row] == wanted
-        assert list(rows[37]["leaves"]) == ["a", "b", "c"]
+        assert list(rows[37]["leaves"]) == ["b", "c", "a"]
         assert math.isclose(
             np.linalg.norm([*rows[37]["leaves"].values()]), rows[37]["norm"], rel_tol=1e-6
         )
@@ -350,6 +350,26 @@ def test_wrong_arguments_of_a_call(
 
 
 @pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        (None, r"needs the norms of the leaves at each step; pass leaves=insight.leaf_norms"),
+        (np.ones(2), "leaves must be norms by name, as of insight.leaf_norms"),
+        ({"w": 1.0}, "leaves must be 0-d arrays, as of insight.leaf_norms"),
+        ({"w": np.ones(1)}, "leaves must be 0-d arrays, as of insight.leaf_norms"),
+        ({"w": np.asarray(1j)}, "leaves must be norms"),
+    ],
+)
+def test_wrong_norms_of_leaves(leaves: Any, message: str) -> None:
+    """Norms of leaves that are missing, or have no names, are refused."""
+    rows: list[dict[str, Any]] = []
+    with Recorder(rows.append, leaves=True) as record:
+        with pytest.raises(TypeError, match=message):
+            record(report_of(1.0), leaves=leaves)
+        record(report_of(1.0), leaves={"w": np.ones(())})
+    assert [(row["step"], row["leaves"]) for row in rows] == [(1, {"w": 1.0})]
+
+
+@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"to": 3}, TypeError, "to must be the path of a file"),
@@ -410,12 +430,29 @@ def test_a_line_is_what_a_logger_shows(framework: Framework, tmp_path: Path) -> 
 
 
 def test_norms_of_leaves(framework: Framework) -> None:
-    """``leaf_norms`` returns the norm of each leaf, of any magnitude, and 0 for an absent one."""
-    values = {"a": [3e30, 4e30], "b": [3.0, 4.0], "d": [3e-30, 4e-30]}
-    found = insight.leaf_norms(
-        {name: framework.array(value) for name, value in values.items()} | {"c": None}
-    )
-    np.testing.assert_allclose(framework.numpy(found), [5e30, 5.0, 0.0, 5e-30], rtol=1e-6)
+    """``leaf_norms`` returns the norm of each leaf, of any magnitude, and 0 for an absent one.
+
+    The names are the paths, in the order of the tree, whose keys need not be sorted.
+    """
+    values = {"d": [3e30, 4e30], "b": [3.0, 4.0], "a": [3e-30, 4e-30]}
+    grads: Any = {name: framework.array(value) for name, value in values.items()}
+    found = insight.leaf_norms({"head": grads, "body": [grads["b"], None]})
+    assert list(found) == ["head/d", "head/b", "head/a", "body/0", "body/1"]
+    assert {tuple(norm.shape) for norm in found.values()} == {()}
+    norms = [float(framework.numpy(norm)) for norm in found.values()]
+    np.testing.assert_allclose(norms, [5e30, 5.0, 5e-30, 5.0, 0.0], rtol=1e-6)
+    compiled = framework.compiled(insight.leaf_norms)(grads)
+    found = {name: float(framework.numpy(norm)) for name, norm in compiled.items()}
+    assert found == pytest.approx({"d": 5e30, "b": 5.0, "a": 5e-30})
+
+
+def test_names_of_leaves() -> None:
+    """A single array is named by a number, and paths that print alike get numbers."""
+    one = np.ones(1)
+    assert list(insight.leaf_norms(one)) == ["0"]
+    alike = insight.leaf_norms({"a/b": one, "a": {"b": 2 * one}})
+    assert alike == {"0: a/b": 1.0, "1: a/b": 2.0}
+    assert insight.leaf_norms([]) == {}
 
 
 @pytest.mark.only("jax")
@@ -524,24 +561,31 @@ def test_steps_of_a_scan() -> None:
     rule = uc.zclip(warmup=2)
 
     def step(state: Any, norm: Any) -> Any:
-        _, state, report = rule.update({"w": jnp.reshape(norm, (1,))}, state)
-        return state, (report.scalars(), 2 * norm)
+        grads = {"w": jnp.reshape(norm, (1,)), "b": jnp.zeros(2)}
+        _, state, report = rule.update(grads, state)
+        return state, (report.scalars(), 2 * norm, insight.leaf_norms(grads))
 
     norms = jnp.asarray([1.0, 1.2, 30.0, 1.1])
-    _, (scalars, losses) = jax.jit(lambda state: jax.lax.scan(step, state, norms))(
-        rule.init({"w": norms[:1]})
+    _, (scalars, losses, leaves) = jax.jit(lambda state: jax.lax.scan(step, state, norms))(
+        rule.init({"w": norms[:1], "b": jnp.zeros(2)})
     )
     together: list[dict[str, Any]] = []
     alone: list[dict[str, Any]] = []
-    with Recorder(together.append) as record:
-        record(scalars, loss=losses, rate=0.1 * losses)
-    with Recorder(alone.append) as record:
+    with Recorder(together.append, leaves="all") as record:
+        record(scalars, loss=losses, leaves=leaves, rate=0.1 * losses)
+    with Recorder(alone.append, leaves="all") as record:
         for number in range(4):
             one = {name: values[number] for name, values in scalars.items()}
-            record(one, loss=losses[number], rate=0.1 * losses[number])
+            of_leaves = {name: values[number] for name, values in leaves.items()}
+            record(one, loss=losses[number], leaves=of_leaves, rate=0.1 * losses[number])
     assert together == alone
     assert [row["step"] for row in together] == [1, 2, 3, 4]
     assert together[2]["clip/norm"] == 30.0
+    assert together[2]["leaves"] == {"b": 0.0, "w": 30.0}
+    with Recorder(together.append, leaves="all") as record:
+        one_norm = {"w": jnp.ones(())}
+        with pytest.raises(TypeError, match="w must be an array for all 4 steps"):
+            record(scalars, leaves=one_norm)
     with Recorder(together.append) as record:
         record(scalars, step=11)
         with pytest.raises(TypeError, match="loss must be an array for all 4 steps"):

@@ -260,10 +260,9 @@ class Elements(HTMLParser):
 def test_a_page_needs_nothing_else(tmp_path: Path, command: Any) -> None:
     """A page runs and fetches nothing, escapes labels, and stays small for long runs."""
     labels = ['<script>alert("1")</script>', 'a" id="b', "$\\frac{$ & <i>"]
-    params = {label: np.ones(1) for label in labels}
     rule = uc.by_global_norm(1.0, curve=uc.curves.Regularized(0.5))
     path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
-    with Recorder(path, leaves=True, rule=rule, params=params) as record:
+    with Recorder(path, leaves=True, rule=rule) as record:
         for step in range(1, 5000):
             grads = {
                 label: np.asarray([0.1 + 9.0 * (step == 300 + number)])

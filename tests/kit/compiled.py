@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from uniclip.backends.torch import triton as kernels
-from uniclip.backends.torch.kernels import first_version
+from uniclip.backends.torch.gpus import first_version
 
 TYPES = {
     "table": "*i64",

@@ -203,6 +203,8 @@ def elsewhere(
 
 BY_ONE_FACTOR = {"_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_"}
 """Functions of lists that start a kernel for each tensor if a 0-d factor has another dtype."""
+NOT_FOR_BFLOAT16 = {"_amp_foreach_non_finite_check_and_unscale_"}
+"""Functions that CUDA has for float16, and CPUs for bfloat16, too."""
 
 
 @contextmanager
@@ -233,6 +235,10 @@ def on_torch(*, capturing: bool = False) -> Iterator[None]:
                 assert is_fast, (
                     f"{name} starts a kernel for each tensor, by a factor in {args[1].dtype}"
                 )
+            is_missing = name in NOT_FOR_BFLOAT16 and any(
+                [x.dtype is torch.bfloat16 for x in given]
+            )
+            assert not is_missing, f"CUDA has no {name} for bfloat16"
             made = func(*args, **(kwargs or {}))
             if not here:
                 return made
@@ -262,14 +268,16 @@ def as_nvidia(capability: tuple[int, int], device: Device) -> Iterator[None]:
     """
     import torch
 
+    from uniclip.backends.torch import private
+
     cuda = {
-        "_cuda_getCurrentRawStream": lambda index: 0,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_cuda_getDevice": lambda: device.index,
+        "cuda_stream": lambda index: 0,
+        "cuda_captures": lambda: False,
+        "cuda_device": lambda: device.index,
     }
     with (
         patched(torch.cuda, get_device_capability=lambda of: capability, Event=mock.MagicMock),
-        patched(torch._C, **cuda),
+        patched(private, **cuda),
         elsewhere(device),
     ):
         yield

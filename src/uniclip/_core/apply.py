@@ -96,7 +96,7 @@ def sum_examples(
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
     of_library = list(map(plan.math.to_library, factors))
     products = plan.products(tree, present, of_library, zero=rule.zeroes)
-    sums = backend.sum_products(products._replace(arrays=wide, in_place=False))
+    sums = backend.scale(products._replace(arrays=wide, in_place=False, summed=True))
 
     leaves: list[Any] = [None] * len(tree.leaves)
     for number, wide_total in zip(present, sums, strict=True):

@@ -28,12 +28,22 @@ from zlib import crc32
 import numpy as np
 
 from uniclip._core.norm_space import NormSpace
-from uniclip._core.tree import OpenedTree, Shard, ShardGroup
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import check, holds_arrays, summarize
+from uniclip._types import Op
 from uniclip.backends import backend_by
 from uniclip.backends.arithmetic import cast, op_of
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import NUMPY, Backend, Op, Reduce, Terms, kept_lengths, take
+from uniclip.backends.base import (
+    NUMPY,
+    Backend,
+    Reduce,
+    Shard,
+    ShardGroup,
+    Terms,
+    kept_lengths,
+    take,
+)
 from uniclip.scopes import Scope
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._core.tree import OpenedTree
-from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms, Tensor
+from uniclip._types import Array, Device, DType, Flags, Limits, Namespace, Norms, Op, Tensor
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.base import (
@@ -25,7 +25,6 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     LeafInfo,
-    Op,
     Terms,
     reduce_rows,
     stack_arrays,

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip._core.collectives import Collectives, Reduction
+from uniclip._core.containers import place
 from uniclip._core.norm_space import NormSpace
 from uniclip._core.sizes import Sizes, count_elements, needs_sizes, sizes_of_counts
-from uniclip._core.tree import OpenedTree, place
+from uniclip._core.tree import OpenedTree
 from uniclip._errors import check, stable, summarize
-from uniclip._types import Path, Tensor
+from uniclip._types import Axes, Path, Tensor
 from uniclip.backends import compiling
 from uniclip.backends.arithmetic import in_groups
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import TRACED, Axes, Products, kept_lengths, take
+from uniclip.backends.base import TRACED, Products, kept_lengths, take
 from uniclip.scopes import Scope, everything, is_one_norm
 
 if TYPE_CHECKING:

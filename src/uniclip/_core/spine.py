@@ -19,11 +19,12 @@ import numpy as np
 
 from uniclip._core.apply import Apply, StepResult, scale_leaves
 from uniclip._core.collectives import Loss
+from uniclip._core.containers import flatten_known
 from uniclip._core.measure import Measured, StepInputs, convert_loss
 from uniclip._core.norm_space import NormSpace, zero_or_nan
 from uniclip._core.plan import PLAN_CACHE_SIZE, Block, Plan
 from uniclip._core.step import decide, run_general_step, state_where
-from uniclip._core.tree import flatten_known, open_leaves
+from uniclip._core.tree import open_leaves
 from uniclip._errors import check_step_arguments
 from uniclip._types import Step, Tree
 from uniclip.backends import BACKEND_CACHE, DEFAULT, backend_of

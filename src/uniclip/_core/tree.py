@@ -1,130 +1,34 @@
 # SPDX-License-Identifier: MIT
-"""Trees of gradients and parameters: flatten them, open leaves into dense arrays, and rebuild them.
+"""Trees of gradients and parameters: open their leaves into dense arrays, and rebuild them.
 
-A tree is flattened and opened once. Only this module opens leaves that are not dense floating-point
-arrays. Distributed ones become their local arrays, and `Shards`. Sparse ones, integers and storage
-formats become a `WrappedLeaf` each, with a dense array in which elements that are stored twice are
-summed. `OpenedTree.restore_leaves` rebuilds the formats. An absent gradient, ``None``, stays in its
-place.
+`uniclip._core.containers` flattens a tree. It is flattened and opened once. Only this module opens
+leaves that are not dense floating-point arrays. Distributed ones become their local arrays, and
+`Shards`. Sparse ones, integers and storage formats become a `WrappedLeaf` each, with a dense array
+in which elements that are stored twice are summed. `OpenedTree.restore_leaves` rebuilds the
+formats. An absent gradient, ``None``, stays in its place.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
-from copy import copy
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import optree
-from optree.utils import total_order_sorted
-
-from uniclip._errors import article, describe, printed, summarize
-from uniclip._types import Array, Path, Step, Tensor, Tree
-from uniclip.backends import (
-    BACKEND_CACHE,
-    COMPILER,
-    DEFAULT,
-    UNCONFIGURED,
-    Backend,
-    backend_of,
-    compiling,
-    flatten_registered,
-    tell_compilers,
-)
+from uniclip._core.containers import Leaf, Spec, flatten_known, open_containers, place
+from uniclip._core.storage import find_shared_storage
+from uniclip._errors import article, describe, summarize
+from uniclip._types import Array, Axes, Path, Step, Tensor, Tree
+from uniclip.backends import BACKEND_CACHE, DEFAULT, Backend, backend_of, compiling
 from uniclip.backends.arithmetic import cast
-from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
-from uniclip.backends.base import (
-    NO_SHARDS,
-    Axes,
-    LeafInfo,
-    Op,
-    Shards,
-    View,
-    WrappedLeaf,
-    shards_of,
-    take,
-)
+from uniclip.backends.arrays import same_shape
+from uniclip.backends.base import NO_SHARDS, LeafInfo, Shards, WrappedLeaf, shards_of
 from uniclip.scopes import Scope, Stacked
 
 if TYPE_CHECKING:
     from uniclip.rule import Choices
 
-Leaf: TypeAlias = Any
-"""A leaf as the user passed it: an array of any framework and format, or ``None``."""
-Children: TypeAlias = "tuple[list[Leaf], Any, Iterable[Any]]"
-"""The children of a container, its structure, and the keys of the children."""
-
-
-class Spec(Protocol):
-    """The structure of a tree, as of optree."""
-
-    def unflatten(self, leaves: Any, /) -> Any:
-        """Return a tree of this structure."""
-
-    def paths(self) -> list[Path]:
-        """Return the path of each leaf."""
-
-
-class ShardGroup(Protocol):
-    """The processes along one dimension of a mesh; those of equal processes are equal."""
-
-    size: int
-    """How many there are."""
-
-    def processes(self) -> frozenset[int]:
-        """Return their ranks."""
-
-    def reduce(self, array: Any, op: Op, /) -> Any:
-        """Return the sum or the maximum over these processes."""
-
-
-class Shard(Protocol):
-    """The shard of a distributed leaf in this process."""
-
-    shape: tuple[int, ...]
-    """The shape of the leaf."""
-    local: tuple[int, ...]
-    """The shape of the shard."""
-    replicas: int
-    """How many processes hold the same elements."""
-
-    def divided(self, axes: Axes) -> object:
-        """Return the axes that norms along ``axes`` keep and that are sharded, and how."""
-
-    def groups(self, axes: Axes = None, *, replicas: bool = True) -> tuple[ShardGroup, ...]:
-        """Return the processes over which norms along ``axes`` are reduced, with those that hold
-        replicas, if wanted.
-        """
-
-    def divide(self, leaf: Any) -> Any:
-        """Return the same shard of another leaf."""
-
-    def gather(self, leaf: Any) -> Any:
-        """Return another leaf gathered from all processes."""
-
-    def distribute(self, like: Any, local: Any) -> Any:
-        """Return a leaf with another local array."""
-
-    def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
-        """Return the same value, with its derivative multiplied by `replicas`, or divided by it if
-        ``inverse``.
-        """
-
-    def sum_examples(self, like: Any, local: Any) -> Any:
-        """Return a distributed leaf of summed examples."""
-
-
-NAMESPACE = "uniclip"
-"""The namespace in which uniclip registers containers with optree."""
 LEAF_INFO_CACHE_SIZE = 256
 """The largest number of `LeafInfo` objects in the cache of a backend."""
-_REGISTERED: set[type] = set()
-_LOCK = Lock()
 
 
 class OpenedTree(NamedTuple):
@@ -276,171 +180,6 @@ class OpenedTree(NamedTuple):
         return rebuilt
 
 
-def place(name: str, path: Path) -> str:
-    """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
-    return name + "".join(f"[{printed(key)}]" for key in path)
-
-
-# Flatten a tree.
-
-
-class Flat(NamedTuple):
-    """A flattened tree, which the core accepts in place of the tree."""
-
-    leaves: list[Leaf]
-    """Its leaves, ``None`` for absent ones."""
-    spec: Spec
-    """Its structure."""
-
-    def unflatten(self) -> Any:
-        """Return the tree."""
-        return self.spec.unflatten(self.leaves)
-
-
-def flatten(tree: Tree, name: str = "grads") -> Flat:
-    """Return the leaves of any nesting of containers, ``None`` among them, and its structure.
-
-    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as
-    they were, their subclasses and other mappings as lists and dicts. An iterator or a view of a
-    dict's values becomes a list.
-
-    Raises
-    ------
-    ValueError
-        If the tree is an iterator that is empty or exhausted.
-    """
-    return open_containers(*flatten_known(tree), name)
-
-
-def flatten_known(tree: Tree) -> tuple[list[Leaf], Spec]:
-    """Return leaves and structure of a tree.
-
-    A container of a class that is not registered yet is a leaf.
-    """
-    # Old compilers crash in the core, and this is the first function that each call runs.
-    if UNCONFIGURED and COMPILER in sys.modules:
-        tell_compilers()
-    if isinstance(tree, Flat):
-        return tree
-    any_tree: Any = tree
-    return optree.tree_flatten(any_tree, none_is_leaf=True, namespace=NAMESPACE)
-
-
-def open_containers(leaves: list[Leaf], spec: Spec, name: str) -> Flat:
-    """Return leaves and structure; register classes of containers, and open them.
-
-    Raises
-    ------
-    ValueError
-        If the tree is an iterator that is empty or exhausted.
-    """
-    others = [leaf for leaf in leaves if leaf is not None and type(leaf) not in BACKEND_CACHE]
-    others = [leaf for leaf in others if backend_of(leaf) is None]
-    if not others:
-        return Flat(leaves, spec)
-
-    # An iterator can be read only once, so it becomes a list, if it is the whole tree.
-    root = others[0]
-    if isinstance(root, (Iterator, ValuesView)) and spec.unflatten(leaves) is root:
-        items = list(root)
-        if not items and isinstance(root, Iterator):
-            msg = f"{name} is an empty or exhausted iterator; pass a list, which can be read twice"
-            raise ValueError(msg)
-
-        return flatten(items, name)
-
-    # Register all classes, not just the first, before the tree is flattened again.
-    if any([_register(node) for node in others]):
-        return flatten(spec.unflatten(leaves), name)
-    return Flat(leaves, spec)
-
-
-def _register(node: Any) -> bool:
-    """Register the class of a container that optree does not open; return whether it is one."""
-    if _flatten_node(node) is None:
-        return False
-    with _LOCK:
-        if type(node) not in _REGISTERED:
-            flatten_node: Any = _flatten_node
-            optree.register_pytree_node(
-                type(node), flatten_node, _unflatten_node, namespace=NAMESPACE
-            )
-            _REGISTERED.add(type(node))
-
-    return True
-
-
-def _unflatten_node(structure: Any, children: Iterable[Leaf]) -> Any:
-    return structure.unflatten(children)
-
-
-def _flatten_node(node: Any) -> Children | None:  # noqa: PLR0911 - one for each kind of container
-    """Return children, structure and keys of a container that optree does not open.
-
-    ``None`` for another object.
-    """
-    # An iterator can be read once only.
-    if isinstance(node, (Iterator, ValuesView)):
-        return None
-    of_library = flatten_registered(node)
-    if of_library is not None:
-        return of_library
-
-    # optree sorts the keys of a dict, and keeps the order of an OrderedDict: do the same.
-    if isinstance(node, OrderedDict):
-        keys = tuple(node)
-        return take(node, keys), _Container(OrderedDict, keys, keys), keys
-
-    if isinstance(node, Mapping):
-        keys = tuple(total_order_sorted(node))
-        return take(node, keys), _Container(dict, keys, tuple(node)), keys
-
-    if isinstance(node, (list, tuple)):
-        return list(node), _Container(list), range(len(node))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = tuple([field.name for field in dataclasses.fields(node)])
-        original = ref(node) if hasattr(node, "__dict__") else None
-        container = _Container(type(node), names, (), original)
-        return [getattr(node, name) for name in names], container, names
-
-    return None
-
-
-class _Container(NamedTuple):
-    """A container without its children."""
-
-    cls: Any
-    """The class to rebuild it with: a mapping, `list` or a dataclass."""
-    keys: tuple[Any, ...] = ()
-    order: tuple[Any, ...] = ()
-    """The keys of a mapping in their own order."""
-    original: Callable[[], Any] | None = None
-    """A weak reference to the dataclass, which may have attributes that are not fields."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Container) and self[:3] == other[:3]
-
-    def __hash__(self) -> int:
-        return hash(self[:3])
-
-    def unflatten(self, children: Iterable[Leaf]) -> Any:
-        """Return the container with other children."""
-        if self.cls is list:
-            return list(children)
-        by_key = dict(zip(self.keys, children, strict=True))
-        if issubclass(self.cls, dict):
-            return self.cls([(key, by_key[key]) for key in self.order])
-
-        # Copy attributes that are not fields from the original, if it still exists.
-        original = self.original and self.original()
-        made = object.__new__(self.cls) if original is None else copy(original)
-        for name, value in by_key.items():
-            # `setattr` would fail for a frozen dataclass, and `__init__` may not take all fields.
-            object.__setattr__(made, name, value)
-
-        return made
-
-
 # Open its leaves.
 
 
@@ -468,53 +207,76 @@ def open_leaves(
     whole: bool = False,
 ) -> OpenedTree:
     """Do as `open_tree`, given the leaves and the structure that `flatten_known` returned."""
-    leaves, spec = flat
-    # Trees whose leaves have equal signatures share a `LeafInfo`, which says what is wrapped.
-    present = [leaf for leaf in leaves if leaf is not None]
-    known = BACKEND_CACHE.get(type(present[0])) if present else None
-    leaf_info = None
-    if known is not None:
-        local, shards = (leaves, NO_SHARDS) if whole else known.open_shards(leaves)
-        signature = _signature(known, local, shards) if shards else known.signature(local)
-        leaf_info = known.leaf_infos.get((name, whole, signature))
-    if leaf_info is None:
-        leaves, spec = open_containers(leaves, spec, name)
-        backend = backend_for(leaves, name, spec)
-        local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
-        candidates = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
-    else:
-        backend, candidates = leaf_info.backend, leaf_info.wrapped
-
-    arrays = local
-    wrapped: dict[int, WrappedLeaf] = {}
-    if candidates:
-        # Integers become the default float, which depends on the device.
-        with backend.computation_context(local[candidates[0]]):
-            unwrap = partial(_unwrap, backend, in_place=in_place, whole=whole)
-            arrays, wrapped = _unwrap_each(unwrap, local, candidates)
-
-    if leaf_info is None:
-        with backend.computation_context():
-            leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
-        leaf_info = _keep_leaf_info(leaf_info, (name, whole, _signature(backend, local, shards)))
-
-    tree = OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
+    tree = _open_familiar(flat, name, in_place=in_place, whole=whole)
+    if tree is None:
+        tree = _open_new(flat, name, in_place=in_place, whole=whole)
     if in_place:
         _raise_if_not_writable(tree, whole=whole)
     return tree
 
 
+def _open_familiar(
+    flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, whole: bool
+) -> OpenedTree | None:
+    """Open leaves whose signatures have a `LeafInfo`, which says what is wrapped.
+
+    ``None`` if they have none yet, as those in containers that are not registered.
+    """
+    leaves, spec = flat
+    present = [leaf for leaf in leaves if leaf is not None]
+    backend = BACKEND_CACHE.get(type(present[0])) if present else None
+    if backend is None:
+        return None
+    local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
+    signature = _signature(backend, local, shards) if shards else backend.signature(local)
+    leaf_info = backend.leaf_infos.get((name, whole, signature))
+    if leaf_info is None:
+        return None
+
+    arrays = local
+    wrapped: dict[int, WrappedLeaf] = {}
+    if leaf_info.wrapped:
+        unwrap = partial(_unwrap, backend, in_place=in_place, whole=whole)
+        arrays, wrapped = _unwrap_each(backend, local, leaf_info.wrapped, unwrap)
+    return OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
+
+
+def _open_new(
+    flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, whole: bool
+) -> OpenedTree:
+    """Open the leaves of any tree: find their library, check each, and keep a `LeafInfo`."""
+    leaves, spec = open_containers(*flat, name)
+    backend = backend_for(leaves, name, spec)
+    local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
+    present = [number for number, leaf in enumerate(leaves) if leaf is not None]
+    arrays = local
+    wrapped: dict[int, WrappedLeaf] = {}
+    if present:
+        unwrap = partial(_unwrap, backend, in_place=in_place, whole=whole)
+        arrays, wrapped = _unwrap_each(backend, local, present, unwrap)
+
+    with backend.computation_context():
+        leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
+    leaf_info = _keep_leaf_info(leaf_info, (name, whole, _signature(backend, local, shards)))
+    return OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
+
+
 def _unwrap_each(
-    unwrap: Callable[[Leaf], WrappedLeaf | None], leaves: list[Leaf], numbers: Iterable[int]
+    backend: Backend,
+    leaves: list[Leaf],
+    numbers: Sequence[int],
+    unwrap: Callable[[Leaf], WrappedLeaf | None],
 ) -> tuple[list[Any], dict[int, WrappedLeaf]]:
     """Return leaves with the dense arrays in some of them, and the ways back."""
     arrays = list(leaves)
     wrapped = {}
-    for number in numbers:
-        leaf = unwrap(leaves[number])
-        if leaf is not None:
-            wrapped[number] = leaf
-            arrays[number] = leaf.array
+    # Integers become the default float, which depends on the device.
+    with backend.computation_context(leaves[numbers[0]]):
+        for number in numbers:
+            leaf = unwrap(leaves[number])
+            if leaf is not None:
+                wrapped[number] = leaf
+                arrays[number] = leaf.array
     return arrays, wrapped
 
 
@@ -620,78 +382,6 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
             raise TypeError(msg)
 
     return chosen or DEFAULT
-
-
-def find_shared_storage(
-    backend: Backend, leaves: Sequence[Leaf], where: Callable[[int], str]
-) -> set[int]:
-    """Return the leaves whose storage is that of an earlier leaf.
-
-    Called before any leaf is written in place, so that an error leaves all of them unchanged.
-
-    Raises
-    ------
-    TypeError
-        If a leaf cannot be written.
-    ValueError
-        If two leaves overlap in memory, and are not the same.
-    """
-    # Most backends have a quick check for leaves that can be written and share no memory.
-    present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-    storages = backend.storage(take(leaves, present))
-    if storages is None:
-        return set()
-
-    repeated: set[int] = set()
-    views: dict[int, View] = {}
-    unknown: dict[Leaf, int] = {}
-    for number, (view, reason) in zip(present, storages, strict=True):
-        leaf = leaves[number]
-        why = reason
-        if not why and view is not None and overlaps_itself(view):
-            why = "several of its elements may share memory"
-        if why:
-            msg = (
-                f"{where(number)}, a {describe(leaf)}, cannot be changed in place: {why}; use "
-                "clipped, report = uc.clip(grads, rule), which returns new arrays"
-            )
-            raise TypeError(msg)
-
-        # If its place in memory is unknown, only the same object is known to share it.
-        if view is None and unknown.setdefault(_identity(leaf), number) != number:
-            repeated.add(number)
-        if view is not None and view.size:
-            views[number] = view
-
-    return repeated | _find_equal_views(views, where)
-
-
-def _find_equal_views(views: dict[int, View], where: Callable[[int], str]) -> set[int]:
-    """Return the leaves that have the same memory as an earlier leaf.
-
-    Raises
-    ------
-    ValueError
-        If two leaves overlap in memory, and are not the same.
-    """
-    repeated = set()
-    for earlier, later in overlapping(views):
-        if views[earlier].__array_interface__ != views[later].__array_interface__:
-            msg = (
-                f"{where(earlier)} and {where(later)} may overlap in memory, so that some elements "
-                "would be scaled twice; pass arrays that do not share memory, or use uc.clip"
-            )
-            raise ValueError(msg)
-
-        repeated.add(later)
-
-    return repeated
-
-
-def _identity(leaf: Leaf) -> Any:
-    """Return a key that is equal for the same object only."""
-    # torch.compile has no `id` of a tensor, but a tensor is hashed by identity.
-    return id(leaf) if type(leaf).__hash__ is None else leaf
 
 
 # Parameters and their gradients.

@@ -14,9 +14,9 @@ from typing import Any
 import array_api_compat
 import optree
 
-from uniclip._types import Path, Tree
+from uniclip._types import Path, Tree, View
 from uniclip.backends.arrays import Standard
-from uniclip.backends.base import Backend, View
+from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = [
@@ -71,6 +71,8 @@ def _jax() -> Backend:
 
 _LOADERS: dict[str, Callable[[], Backend]] = {
     "numpy": lambda: DEFAULT,
+    # Its sparse matrices have an error of their own; some are dicts, and would be opened.
+    "scipy": lambda: DEFAULT,
     "torch": _torch,
     "tensorflow": _tensorflow,
     "jax": _jax,

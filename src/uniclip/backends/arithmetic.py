@@ -12,15 +12,24 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from uniclip._types import DType, Namespace, Tensor
-
-if TYPE_CHECKING:
-    from uniclip.backends.base import A, Axes, Backend, Op, View
+from uniclip._types import A, Axes, DType, Namespace, Op, Tensor, View
 
 PIECE = 2**17
 """The number of elements of a large array that are processed at a time, to fit into a cache."""
+
+
+class Library(Protocol[A]):
+    """What sums of powers need of a `uniclip.backends.base.Backend`."""
+
+    xp: Namespace
+
+    def pieces(self, array: A, axes: Axes = None) -> Iterable[A] | None:
+        """Split a large array."""
+
+    def array_facts(self, arrays: list[A]) -> Any:
+        """Return the facts about arrays."""
 
 
 def op_of(p: float) -> Op:
@@ -28,7 +37,7 @@ def op_of(p: float) -> Op:
     return "max" if p == math.inf else "sum"
 
 
-def power_sum(backend: Backend[A], array: A, p: float, axes: Axes) -> A:
+def power_sum(backend: Library[A], array: A, p: float, axes: Axes) -> A:
     """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
     pieces = backend.pieces(array, axes)
     if pieces is None:
@@ -41,7 +50,7 @@ def power_sum(backend: Backend[A], array: A, p: float, axes: Axes) -> A:
     return backend.xp.concat(parts, axis=0)
 
 
-def combine(backend: Backend[A], parts: list[A], op: Op) -> A:
+def combine(backend: Library[A], parts: list[A], op: Op) -> A:
     """Return the sum or the maximum of arrays of one shape."""
     xp = backend.xp
     if op == "sum":
@@ -54,7 +63,7 @@ def combine(backend: Backend[A], parts: list[A], op: Op) -> A:
     return largest_of
 
 
-def _powers(backend: Backend[A], x: A, p: float, axes: Axes) -> A:
+def _powers(backend: Library[A], x: A, p: float, axes: Axes) -> A:
     """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
     xp = backend.xp
     if p == 2:
@@ -82,7 +91,7 @@ def _real_parts(xp: Namespace, x: A) -> list[A]:
     return [x]
 
 
-def divided_by(backend: Backend[A], x: A, p: float, unit: Any) -> A:
+def divided_by(backend: Library[A], x: A, p: float, unit: Any) -> A:
     """Return ``x/unit`` or ``|x/unit|``, whose power p is summed, in the precision of sums."""
     # A square needs no modulus, which has no second derivative at 0.
     if p == 2 and not backend.xp.isdtype(x.dtype, "complex floating"):
@@ -90,7 +99,7 @@ def divided_by(backend: Backend[A], x: A, p: float, unit: Any) -> A:
     return modulus(backend, x, unit)
 
 
-def modulus(backend: Backend[A], x: A, unit: Any = 1) -> A:
+def modulus(backend: Library[A], x: A, unit: Any = 1) -> A:
     """Return ``|x/unit|`` in the precision of sums; no square of a complex number overflows."""
     xp = backend.xp
     sizes: list[A] = [xp.abs(_wide(backend, part)) / unit for part in _real_parts(xp, x)]
@@ -105,7 +114,7 @@ def modulus(backend: Backend[A], x: A, unit: Any = 1) -> A:
     return top * xp.sqrt(1 + ratio * ratio)
 
 
-def _wide(backend: Backend[A], array: A) -> A:
+def _wide(backend: Library[A], array: A) -> A:
     """Return real numbers in the precision of sums: float64 if the library has it."""
     xp = backend.xp
     widest = xp.float64 if backend.array_facts([array]).double else xp.float32

@@ -20,16 +20,14 @@ import numpy as np
 from array_api_compat import is_lazy_array, is_writeable_array, to_device
 from numpy.lib.array_utils import byte_bounds
 
-from uniclip._types import Device, DType, Namespace, Tensor
+from uniclip._types import Axes, Device, DType, Namespace, Tensor, View
 from uniclip.backends.arithmetic import PIECE, cut, power_sum, times
 from uniclip.backends.base import (
     NUMPY,
     ArrayFacts,
-    Axes,
     Backend,
     Storage,
     Terms,
-    View,
     operand,
     stack_terms,
     take,

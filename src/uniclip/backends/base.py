@@ -10,7 +10,7 @@ another library overrides those whose default is not right for its arrays:
   `from_host`, `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`,
   `to_keep`, `computation_context`, `allow_float64`, `debug_infs`);
 - hooks for speed and for changes in place (`one_norm`, `scale_all`, `clip_at_once`, `sums`,
-  `norms`, `pieces`, `scale`, `sum_products`, `multiply`, `bound`, `unstack`, `storage`, `write`),
+  `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`),
   for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in several
   processes (`reducer`, `replicas`, `rank`);
 - hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`, `fence`, `cond`).
@@ -25,12 +25,12 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import optree
 
-from uniclip._types import Device, Factors, Namespace, T, Tensor, Tree
+from uniclip._types import A, Axes, Device, Factors, Namespace, Op, T, Tensor, Tree, View
 from uniclip.backends.arithmetic import (
     PIECE,
     cast,
@@ -42,24 +42,10 @@ from uniclip.backends.arithmetic import (
     times,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    A = TypeVar("A", bound=Tensor, default=Any)
-else:
-    from typing import TypeVar
-
-    A = TypeVar("A")
-"""The class of the arrays of a library."""
-
 Leaf: TypeAlias = object
 """A leaf of a tree: an array, or a gradient in another format, such as a sparse one."""
-View: TypeAlias = np.ndarray[Any, Any]
-"""A NumPy array, which may be a view of the memory of any framework's array."""
 Rebuild: TypeAlias = Callable[[Any], Leaf]
-Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
-Axes: TypeAlias = tuple[int, ...] | None
 Storage: TypeAlias = tuple[View | None, str | None]
 """A view of a leaf's memory, ``None`` if its address is unknown; and the reason why the leaf cannot
 be written, ``None`` if it can.
@@ -175,11 +161,57 @@ class WrappedLeaf(NamedTuple):
         return isinstance(self.rows, tuple)
 
 
-class Shards(dict[int, Any]):
-    """The shards of the distributed leaves of a tree, by the numbers of these leaves.
+class ShardGroup(Protocol):
+    """The processes along one dimension of a mesh; those of equal processes are equal."""
 
-    A shard has the attributes of `uniclip._core.tree.Shard`.
-    """
+    size: int
+    """How many there are."""
+
+    def processes(self) -> frozenset[int]:
+        """Return their ranks."""
+
+    def reduce(self, array: Any, op: Op, /) -> Any:
+        """Return the sum or the maximum over these processes."""
+
+
+class Shard(Protocol):
+    """The shard of a distributed leaf in this process."""
+
+    shape: tuple[int, ...]
+    """The shape of the leaf."""
+    local: tuple[int, ...]
+    """The shape of the shard."""
+    replicas: int
+    """How many processes hold the same elements."""
+
+    def divided(self, axes: Axes) -> object:
+        """Return the axes that norms along ``axes`` keep and that are sharded, and how."""
+
+    def groups(self, axes: Axes = None, *, replicas: bool = True) -> tuple[ShardGroup, ...]:
+        """Return the processes over which norms along ``axes`` are reduced, with those that hold
+        replicas, if wanted.
+        """
+
+    def divide(self, leaf: Any) -> Any:
+        """Return the same shard of another leaf."""
+
+    def gather(self, leaf: Any) -> Any:
+        """Return another leaf gathered from all processes."""
+
+    def distribute(self, like: Any, local: Any) -> Any:
+        """Return a leaf with another local array."""
+
+    def weigh_derivative(self, value: Any, *, inverse: bool = False) -> Any:
+        """Return the same value, with its derivative multiplied by `replicas`, or divided by it if
+        ``inverse``.
+        """
+
+    def sum_examples(self, like: Any, local: Any) -> Any:
+        """Return a distributed leaf of summed examples."""
+
+
+class Shards(dict[int, Any]):
+    """The `Shard` of each distributed leaf of a tree, by the numbers of these leaves."""
 
     def __init__(self, by_leaf: dict[int, Any], number: int = 0, *, dense: bool = False) -> None:
         super().__init__(by_leaf)
@@ -301,6 +333,8 @@ class Products(NamedTuple):
     in_place: bool = False
     zero: bool = False
     """Whether a factor of 0 turns NaN and ∞ into 0, too."""
+    summed: bool = False
+    """Whether each product is summed over its first axis, that of examples."""
 
     def take(self, numbers: list[int], arrays: list[Any]) -> Products:
         """Return the products of some rows, with other arrays in place of theirs."""
@@ -625,13 +659,10 @@ class Backend(Generic[A]):
         An array with a single factor of 1 may be returned as it is.
         """
         factors = products.factors(self)
-        return self.multiply(
+        scaled = self.multiply(
             products.arrays, factors, in_place=products.in_place, zero=products.zero
         )
-
-    def sum_products(self, products: Products) -> list[A]:
-        """Return each array multiplied by its factors and summed over its first axis."""
-        return [self.xp.sum(product, axis=0) for product in self.scale(products)]
+        return sum_examples(self, scaled) if products.summed else scaled
 
     def multiply(
         self, arrays: list[A], factors: Sequence[Any], *, in_place: bool, zero: bool
@@ -753,6 +784,11 @@ def _add_rows(backend: Backend[A], group: Sequence[A], op: Op) -> A:
     if len(group) == 1:
         return group[0]
     return reduce_rows(backend, stack_arrays(backend, group), op)
+
+
+def sum_examples(backend: Backend[A], arrays: Sequence[A]) -> list[A]:
+    """Return arrays summed over their first axis, that of examples."""
+    return [backend.xp.sum(array, axis=0) for array in arrays]
 
 
 def reduce_rows(backend: Backend[A], rows: A, op: Op) -> A:

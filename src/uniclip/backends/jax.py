@@ -29,22 +29,19 @@ try:
 except ImportError:  # JAX 0.8
     from jax.core import get_opaque_trace_state
 
-from uniclip._types import Path, Tree
+from uniclip._types import Axes, Op, Path, Tree, View
 from uniclip.backends.arithmetic import enter_both, power_sum, same, sum_dtype, zeroed
 from uniclip.backends.base import (
     HOST,
     NODES,
     TRACED,
     ArrayFacts,
-    Axes,
     Backend,
     LeafInfo,
     OneNorm,
-    Op,
     Products,
     Reduce,
     Terms,
-    View,
     WrappedLeaf,
     operand,
     rounded_norm,
@@ -647,11 +644,14 @@ class _JAX(Backend[jax.Array]):
         # The compiler fuses the conversion into the sum, and makes no copy.
         return None
 
-    def sum_products(self, products: Products) -> list[jax.Array]:
+    def scale(self, products: Products) -> list[jax.Array]:
+        # The compiler uses one contraction for the products of a leaf and their sum.
+        if not products.summed:
+            return super().scale(products)
         factors = products.factors(self)
-        # A contraction needs a single factor for each row.
+        # It needs a single factor for each row.
         if any([math.prod(factor.shape[1:]) > 1 for factor in factors]):
-            return super().sum_products(products)
+            return super().scale(products)
         sums = []
         for array, factor in zip(products.arrays, factors, strict=True):
             sums.append(_contract(array, operand(self, array, factor), zero=products.zero))
@@ -733,12 +733,12 @@ class _JAX(Backend[jax.Array]):
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
             return False
-        if leaf.dtype in _FLOATS:
-            return True
-        # A format of exponents alone has neither zero nor negative numbers.
-        return jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu"
+        return leaf.dtype in _FLOATS or jnp.issubdtype(leaf.dtype, np.number)
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
+        # A format of exponents alone has neither zero nor negative numbers.
+        if leaf.dtype.name == "float8_e8m0fnu":
+            return "float8_e8m0fnu cannot be clipped; use astype(jnp.float32)"
         if not isinstance(leaf, sparse.JAXSparse) or isinstance(leaf, sparse.BCOO):
             return None
         return (

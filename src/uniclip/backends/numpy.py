@@ -18,20 +18,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip._types import Device, DType, Tree
+from uniclip._types import Axes, Device, DType, Tree, View
 from uniclip.backends.arithmetic import PIECE, in_groups, power_sum, row_slices
 from uniclip.backends.base import (
     FITS,
     HOST,
     NUMPY,
     ArrayFacts,
-    Axes,
     Backend,
     LeafInfo,
     OneNorm,
     Storage,
     Terms,
-    View,
     rounded_norm,
     stack_terms,
     take,
@@ -407,14 +405,20 @@ class _NumPy(Backend[View]):
 
     def is_array(self, leaf: Any) -> bool:
         # A matrix product is not elementwise, and whether masked elements count is undefined.
-        if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, NUMPY):
+        if isinstance(leaf, (np.ma.MaskedArray, np.matrix)):
             return False
-        if leaf.dtype.kind in "iufc":
-            return True
+        if not isinstance(leaf, NUMPY):
+            return hasattr(leaf, "toarray")
+        return leaf.dtype.kind in "iufc" or leaf.dtype.type.__module__ == "ml_dtypes"
+
+    def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
+        if not isinstance(leaf, NUMPY):
+            return "SciPy's sparse formats are not supported; use toarray()"
         # The format e8m0fnu has exponents only: neither 0 nor negative numbers.
         name = leaf.dtype.name
-        is_extension = leaf.dtype.type.__module__ == "ml_dtypes"
-        return is_extension and "float" in name and not name.endswith("e8m0fnu")
+        if leaf.dtype.kind in "iufc" or ("float" in name and not name.endswith("e8m0fnu")):
+            return None
+        return f"{name} cannot be clipped; use astype(np.float32)"
 
     def mode(self, leaf_info: LeafInfo, inputs: Tree = ()) -> int:
         return HOST

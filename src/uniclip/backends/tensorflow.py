@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from inspect import getmembers
 from operator import and_
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -25,7 +26,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 
-from uniclip._types import Device, Number, Tree
+from uniclip._types import A, Axes, Device, Number, Tree, View
 from uniclip.backends.arithmetic import (
     PIECE,
     combine,
@@ -42,14 +43,11 @@ from uniclip.backends.base import (
     LIBRARY,
     RECORDED,
     TRACED,
-    A,
     ArrayFacts,
-    Axes,
     Backend,
     LeafInfo,
     OneNorm,
     Terms,
-    View,
     WrappedLeaf,
     operand,
     rounded_norm,
@@ -78,6 +76,8 @@ _VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
 """The dtypes of values computed from norms."""
 _HALF = {tf.float16, tf.bfloat16}
 _SINGLE = _HALF | {tf.float32}
+_STORAGE = {dtype for _, dtype in getmembers(tf.dtypes.experimental) if type(dtype) is tf.DType}
+"""The dtypes of 8 bits and less that TensorFlow only stores and casts."""
 
 
 def _isdtype(dtype: tf.DType, kind: str) -> bool:
@@ -272,6 +272,9 @@ class _TensorFlow(Backend[tf.Tensor]):
         return bool(leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer)
 
     def unsupported_reason(self, leaf: Any, *, gradient: bool) -> str | None:
+        if leaf.dtype in _STORAGE:
+            wider = "int8" if leaf.dtype.is_integer else "float32"
+            return f"TensorFlow does not compute with {leaf.dtype.name}; use tf.cast(g, tf.{wider})"
         if not (gradient and isinstance(leaf, tf.Variable)):
             return None
         return (

@@ -27,7 +27,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,6 @@ from uniclip._errors import counted
 from uniclip.report import UNLIMITED
 
 if TYPE_CHECKING:
-    from uniclip.insight.recorder import Recorder
     from uniclip.rule import BaseRule
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -68,7 +67,21 @@ RESERVED_KEYS = frozenset(
     }
 )
 """The keys of a line other than the loss and the user's own numbers."""
-PENDING_RECORDERS: set[Recorder] = set()
+
+
+class Pending(Protocol):
+    """What a recorder with unwritten steps is read by."""
+
+    path: Path | None
+
+    def flush(self) -> None:
+        """Write the steps."""
+
+    def close(self) -> None:
+        """Write the steps, and close the file."""
+
+
+PENDING_RECORDERS: set[Pending] = set()
 """The recorders with unwritten steps.
 
 The references keep these recorders alive until they have written their steps.

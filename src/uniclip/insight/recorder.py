@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from uniclip._core.containers import flatten
 from uniclip._core.measure import StepInputs
 from uniclip._core.step import run_general_step
-from uniclip._core.tree import flatten, open_tree
-from uniclip._errors import check, real, summarize, whole
-from uniclip._types import Norms, Number, Step, Tree
+from uniclip._core.tree import open_tree
+from uniclip._errors import check, real, whole
+from uniclip._types import Number, Step, Tree
+from uniclip._types import Path as KeyPath
 from uniclip._warnings import warn
-from uniclip.backends import compiling
+from uniclip.backends import compiling, library_of
 from uniclip.backends.base import stack_arrays
 from uniclip.compose import AnyRule, as_rule
 from uniclip.insight.record import PENDING_RECORDERS, RESERVED_KEYS, SCALAR_PREFIX, File, Row
@@ -39,10 +41,10 @@ class _UnwrittenStep(NamedTuple):
     """A recorded step whose values are not yet read."""
 
     number: int
-    labels: list[str] | None
+    names: list[str] | None
+    """The names of the leaves, if their norms are recorded."""
     report: Report | dict[str, Any]
-    leaves: Iterable[Any] | None
-    """The norms of the leaves, if they are recorded."""
+    norms_of_leaves: Iterable[Any] | None
     numbers: dict[str, Any]
     """The loss and the user's own numbers."""
 
@@ -72,9 +74,6 @@ class Recorder:
         ``every``-th step and at spikes, with ``"all"`` at each step.
     rule : Rule, optional
         The rule of the reports, for the header of the file; the integrations set it.
-    params : tree of arrays, optional
-        The parameters, whose paths name the leaves; the integrations set it. Without it, leaves
-        have numbers.
 
     Raises
     ------
@@ -110,7 +109,6 @@ class Recorder:
         leaves: bool | Literal["all"] = False,  # noqa: FBT001, FBT002
         *,
         rule: AnyRule | None = None,
-        params: Tree = None,
     ) -> None:
         is_path = isinstance(to, (str, os.PathLike))
         expected = (
@@ -133,7 +131,8 @@ class Recorder:
 
         self._target = to
         self._file = None if self.path is None else File(self.path)
-        self._labels: list[str] | None = None
+        self._names: list[str] | None = None
+        """The names of the leaves of an optimizer, ``None`` if their paths are their names."""
         self._unwritten: list[_UnwrittenStep] = []
         self._recent_norms: list[float] = []
         self._writes: bool | None = None
@@ -142,12 +141,10 @@ class Recorder:
         self._process = os.getpid()
         # Reentrant, because its holders call `flush`, which takes it, too.
         self._lock = threading.RLock()
-        if params is not None:
-            self.describe(params=params)
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...], dict[str, Any]]:
         """Return what makes a copy, without the unwritten steps, which would be written twice."""
-        state = {"rule": self.rule, "step": self.step, "_labels": self._labels}
+        state = {"rule": self.rule, "step": self.step, "_names": self._names}
         return Recorder, (self._target, self.every, self.leaves), state
 
     def __repr__(self) -> str:
@@ -164,28 +161,20 @@ class Recorder:
         """Write the remaining steps."""
         self.close()
 
-    def describe(self, rule: BaseRule | None = None, params: Tree = None) -> None:
-        """Set the rule and the names of the leaves, which the integrations know."""
+    def describe(self, rule: BaseRule, names: list[str] | None = None) -> None:
+        """Set the rule, and the names of the leaves if their paths are not their names."""
         # Steps of another rule belong under its own header.
-        if rule is not None and self.rule is not None and repr(rule) != repr(self.rule):
+        if self.rule is not None and repr(rule) != repr(self.rule):
             self.flush()
-        self.rule = rule or self.rule
-        if params is None:
-            return
-
-        _, structure = flatten(params, "params")
-        names = ["/".join(map(str, path)) or "0" for path in structure.paths()]
-        # Different paths can print as one name: the key "a/b", and "b" inside "a".
-        if len(set(names)) < len(names):
-            names = [f"{number}: {name}" for number, name in enumerate(names)]
-        self._labels = names
+        self.rule = rule
+        self._names = names
 
     def __call__(
         self,
         report: Report | dict[str, Any],
         step: int | None = None,
         loss: Number | None = None,
-        leaves: Norms | None = None,
+        leaves: Mapping[str, Any] | None = None,
         **extra: Number,
     ) -> None:
         """Record one step, or the n steps of a scan.
@@ -195,14 +184,14 @@ class Recorder:
         report : Report or dict of str to 0-d array
             The report of `uniclip.clip` or `uniclip.Rule.update`, possibly returned from compiled
             code, or its scalars, which optax and Keras keep. Scalars that a scan has stacked,
-            arrays of shape (n,), belong to n steps; ``loss``, ``leaves`` and ``**extra`` then have
-            a first axis of n, too.
+            arrays of shape (n,), belong to n steps; ``loss``, ``**extra`` and the norms in
+            ``leaves`` then have shape (n,), too.
         step : int, optional
             The number of the (first) step; by default the one after the last recorded step.
         loss : float or 0-d array, optional
             The loss of the step.
-        leaves : (k,) array, optional
-            The norms of all k leaves before clipping: `uniclip.insight.leaf_norms`.
+        leaves : dict of str to 0-d array, optional
+            The norms of the leaves before clipping, by name: `uniclip.insight.leaf_norms`.
         **extra : float or 0-d array
             Other numbers to record.
 
@@ -212,14 +201,14 @@ class Recorder:
             In compiled code; if an argument has the wrong type or belongs to many steps, a name in
             ``extra`` is one of the recorder's keys, or norms of leaves are missing.
         ValueError
-            If ``step`` is not above the last recorded step, ``leaves`` has another length than
-            before, or the recorder is closed.
+            If ``step`` is not above the last recorded step, or the recorder is closed.
         """
         _check_report(report)
+        self._check_leaves(leaves)
         if isinstance(report, dict):
             count = _count_steps(report)
             if count != 1:
-                self._record_scan(count, report, step, {"loss": loss, "leaves": leaves, **extra})
+                self._record_scan(count, report, step, leaves, {"loss": loss, **extra})
                 return
         _check_one_step(report)
 
@@ -231,15 +220,16 @@ class Recorder:
         for name, number in {"loss": loss, **extra}.items():
             if number is not None:
                 numbers[name] = _check_number(name, number)
-        self._check_leaves(leaves)
+        names = None if leaves is None else list(leaves)
+        norms = None if leaves is None else _stack_norms(leaves)
 
         # All arguments are valid by now: a call with a mistake takes no number.
         with self._lock:
             step_number = self._next_number(step)
             if self._is_writer(report):
                 # Reading the values now would wait for the device at each step.
-                values = keep_arrays((report, leaves, numbers))
-                self._unwritten.append(_UnwrittenStep(step_number, self._labels, *values))
+                values = keep_arrays((report, norms, numbers))
+                self._unwritten.append(_UnwrittenStep(step_number, names, *values))
                 PENDING_RECORDERS.add(self)
             self.step = step_number
             self.loss = None
@@ -247,31 +237,37 @@ class Recorder:
                 self._flush_in_training()
 
     def _record_scan(
-        self, count: int, report: dict[str, Any], step: int | None, numbers: Mapping[str, Any]
+        self,
+        count: int,
+        report: dict[str, Any],
+        step: int | None,
+        leaves: Mapping[str, Any] | None,
+        numbers: Mapping[str, Any],
     ) -> None:
         """Record the steps of a scan, whose values are read together."""
-        arrays = {}
-        for name, array in numbers.items():
-            if array is None:
-                continue
+        arrays = {name: array for name, array in numbers.items() if array is not None}
+        for name, array in [*arrays.items(), *(leaves or {}).items()]:
             shape = tuple(getattr(array, "shape", ()))
             check(name, array, shape[:1] == (count,), f"an array for all {count} steps")
-            arrays[name] = array
 
-        report, arrays = read_arrays((report, arrays))
+        trees = read_arrays((report, leaves and dict(leaves), arrays))
         for index in range(count):
-            scalars_of_step = {name: array[index, ...] for name, array in report.items()}
-            numbers_of_step = {name: array[index, ...] for name, array in arrays.items()}
+            scalars_of_step, leaves_of_step, numbers_of_step = [
+                tree and {name: array[index, ...] for name, array in tree.items()} for tree in trees
+            ]
             number = None if step is None else step + index
-            self(scalars_of_step, number, **numbers_of_step)
+            self(scalars_of_step, number, leaves=leaves_of_step, **numbers_of_step)
 
-    def norms_of(self, grads: Tree) -> Norms | None:
+    def norms_of(self, grads: Tree) -> dict[str, Any] | None:
         """Return the norms of the leaves before clipping, ``None`` if they are not recorded."""
         # A step asks before it changes anything, so a closed recorder raises here.
         self._raise_if_closed()
-        return leaf_norms(grads) if self.leaves else None
+        if not self.leaves:
+            return None
+        norms = leaf_norms(grads)
+        return dict(zip(self._names or norms, norms.values(), strict=True))
 
-    def _check_leaves(self, leaves: Norms | None) -> None:
+    def _check_leaves(self, leaves: object) -> None:
         """Raise unless there are norms of the leaves if and only if they are recorded."""
         if leaves is None:
             if self.leaves:
@@ -288,17 +284,8 @@ class Recorder:
             )
             raise TypeError(msg)
 
-        shape = tuple(getattr(leaves, "shape", ()))
-        if self._labels is None and len(shape) == 1:
-            self._labels = [str(number) for number in range(shape[0])]
-        if self._labels is None or shape != (len(self._labels),):
-            count = "all" if self._labels is None else f"the same {len(self._labels)}"
-            msg = (
-                f"leaves must be the norms of {count} leaves, got {summarize(leaves)}; pass "
-                "leaves=insight.leaf_norms(grads)"
-            )
-            raise ValueError(msg)
-        real("leaves", leaves, "norms")
+        expected = "norms by name, as of insight.leaf_norms(grads)"
+        check("leaves", leaves, isinstance(leaves, Mapping), expected)
 
     def _raise_if_closed(self) -> None:
         """Raise if the recorder is closed."""
@@ -363,10 +350,10 @@ class Recorder:
             if not steps or self._process != os.getpid():
                 return
 
-            values = read_arrays([(step.report, step.leaves, step.numbers) for step in steps])
+            values = read_arrays([step[2:] for step in steps])
             rows = []
             for step, arrays in zip(steps, values, strict=True):
-                rows.append(self._to_row(_UnwrittenStep(step.number, step.labels, *arrays)))
+                rows.append(self._to_row(_UnwrittenStep(*step[:2], *arrays)))
             if self.leaves is True:
                 self._drop_leaves(rows)
 
@@ -383,9 +370,9 @@ class Recorder:
         row: Row = {"step": step.number}
         for name, scalar in scalars.items():
             row[name] = _to_float(scalar)
-        if step.leaves is not None:
-            norms = list(map(_to_float, step.leaves))
-            row["leaves"] = dict(zip(step.labels or (), norms, strict=True))
+        if step.norms_of_leaves is not None:
+            norms = list(map(_to_float, step.norms_of_leaves))
+            row["leaves"] = dict(zip(step.names or (), norms, strict=True))
         for name, number in step.numbers.items():
             row[name] = _to_float(number)
 
@@ -500,6 +487,23 @@ def _check_number(name: str, number: Number) -> Number:
     return number
 
 
+def _stack_norms(leaves: Mapping[str, Any]) -> Any:
+    """Return norms of leaves as one array; raise if one is not a real 0-d array."""
+    norms = list(leaves.values())
+    if not norms:
+        return np.zeros(0)
+    are_single = all([getattr(norm, "shape", None) == () for norm in norms])
+    check("leaves", leaves, are_single, "0-d arrays, as of insight.leaf_norms(grads)")
+
+    # One array is copied, and read later, faster than one for each leaf. JAX stacks slowly.
+    backend = library_of(norms[0])
+    views = [backend.as_numpy(norm) for norm in norms]
+    if all([view is not None for view in views]):
+        return real("leaves", np.array(views), "norms")
+    with backend.computation_context(norms[0]):
+        return real("leaves", stack_arrays(backend, norms), "norms")
+
+
 def _to_float(number: float | np.generic | np.ndarray[Any, Any]) -> float:
     """Return a number as a float, with the digits of its dtype."""
     python_float = float(number.item() if isinstance(number, np.ndarray) else number)
@@ -512,35 +516,53 @@ def _to_float(number: float | np.generic | np.ndarray[Any, Any]) -> float:
 _LEAVES = {norm: Rule(math.inf, scope=each_leaf, norm=norm) for norm in (L1, L2, Linf)}
 
 
-def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
-    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree.
+def leaf_norms(grads: Any, norm: Norm = L2) -> dict[str, Any]:
+    """Return the norm of each leaf by its name.
 
-    The norm of ``None`` is 0.
+    A name is the path of the leaf, such as ``"layers/0/w"``, and ``"0"`` for a single array. If two
+    paths print alike, all names begin with the number of the leaf, as in ``"3: a/b"``.
 
     Parameters
     ----------
-    grads : array or tree of k arrays, or ``None``
+    grads : array or tree of arrays, or ``None``
     norm : Norm, default L2
 
     Returns
     -------
-    (k,) array
-        In the framework of the gradients, in float32 or wider.
+    dict of str to 0-d array
+        In the order of the tree; compiled JAX code sorts the names. In the framework of the
+        gradients, in float32 or wider. The norm of ``None`` is 0.
 
     Examples
     --------
     >>> from uniclip import insight
     >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
-    array([1., 5.])
+    {'w': np.float64(5.0), 'b': np.float64(1.0)}
     """
     rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
     tree = open_tree(grads)
     inputs = StepInputs(rule, [tree], Step(), NoState(), rule.constant)
     result = run_general_step(inputs, apply=None)
-    plan = result.values.plan
-    rows = flatten(result.norms()).leaves
-    if not rows:
-        return plan.math.to_library(np.zeros(0))
-    zero = plan.math.to_library(np.zeros((), plan.math.dtypes[1]))
-    with plan.math.library.computation_context(tree.first):
-        return stack_arrays(plan.math.library, [zero if row is None else row for row in rows])
+    math_ = result.values.plan.math
+    with math_.library.computation_context(tree.first):
+        zero = math_.to_library(np.zeros((), math_.dtypes[1]))
+
+    norms = _with_paths(result.norms())
+    names = ["/".join(map(str, path)) or "0" for path, _ in norms]
+    # Different paths can print as one name: the key "a/b", and "b" inside "a".
+    if len(set(names)) < len(names):
+        names = [f"{number}: {name}" for number, name in enumerate(names)]
+    return {name: zero if row is None else row for name, (_, row) in zip(names, norms, strict=True)}
+
+
+def _with_paths(node: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
+    """Return the leaves of a tree with their paths; `flatten` would sort the keys of a dict."""
+    if isinstance(node, (dict, list, tuple)):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        return [leaf for key, child in items for leaf in _with_paths(child, (*path, key))]
+    # Most nodes are leaves, and their structure takes time.
+    if node is None or hasattr(node, "shape"):
+        return [(path, node)]
+    leaves, structure = flatten(node)
+    pairs = zip(structure.paths(), leaves, strict=True)
+    return [((*path, *inner), leaf) for inner, leaf in pairs]

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from uniclip._core.tree import flatten
+from uniclip._core.containers import flatten
 from uniclip._errors import check, needs, summarize
 from uniclip._types import Tree
 from uniclip.compose import AnyRule, as_rule

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from uniclip._errors import needs
+from uniclip.clipper import NO_STEPS, Totals
 from uniclip.compose import AnyRule
 from uniclip.integrations import check_record, rule_for_steps
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Report
+from uniclip.report import AVERAGED, NORM_MAX
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback
@@ -32,6 +33,8 @@ _ENGINES = {"DeepSpeedStrategy"}
 
 The package pytorch_lightning has other classes with these names.
 """
+_OF_MANY_STEPS = {*AVERAGED, NORM_MAX}
+"""The scalars over several steps: those of an epoch, and with ``"_step"`` since the last log."""
 _MODULE_METHODS = {"log", "log_dict"}
 """The methods of the module that Lightning sets on each callback during a fit.
 
@@ -91,11 +94,16 @@ class ClipGradients(Callback):
     The state of a stateful rule is in the checkpoint, as the state of this callback. The optimizers
     stay clipped after ``fit``, so that ``trainer.save_checkpoint`` still finds the state.
 
-    After each step, the callback logs ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for
-    a rule that has one, ``"clip/threshold"``. Once per epoch, it logs the means over the steps,
-    ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``, and the largest norm
-    ``"clip/norm_max"``; see `uniclip.Report.scalars`. With several optimizers the names are
-    ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
+    When the Trainer logs, each ``log_every_n_steps``, and at the end of an epoch, the callback logs
+    ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
+    ``"clip/threshold"``, all of the last step; see `uniclip.Report.scalars`. A limit or threshold
+    that does not exist is NaN. The means ``"clip/share"`` and, for a rule that may skip a step,
+    ``"clip/skipped"``, and the largest norm ``"clip/norm_max"`` are those of the epoch;
+    ``"clip/share_step"``, ``"clip/skipped_step"`` and ``"clip/norm_max_step"`` are those of all
+    steps since the last log. With several optimizers the names are ``"clip/norm/0"``,
+    ``"clip/norm/1"`` and so on.
+
+    Between these logs the values stay on the gradients' device, those of 200 steps at most.
 
     Examples
     --------
@@ -121,8 +129,8 @@ class ClipGradients(Callback):
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
         """The numbers of the clipped optimizers, in the order of the handles."""
-        self._logged: dict[int, Report] = {}
-        """The last report of each optimizer that was logged."""
+        self._epoch: dict[int, Totals] = {}
+        """The totals of the steps of this epoch that were read, by the optimizers' numbers."""
         self._loaded: dict[str, Any] = {}
         """The states in a checkpoint, until there are optimizers."""
 
@@ -135,7 +143,7 @@ class ClipGradients(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rules, without hooks in optimizers."""
         state = {name: field for name, field in vars(self).items() if name not in _MODULE_METHODS}
-        return state | {"handles": [], "_numbers": [], "_logged": {}, "_loaded": {}}
+        return state | {"handles": [], "_numbers": [], "_epoch": {}, "_loaded": {}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the states that an evaluation has loaded."""
@@ -164,7 +172,6 @@ class ClipGradients(Callback):
             )
             self.handles.append(handle)
         self._numbers = list(rules)
-        self._logged = {}
 
     def _rules_of(self, optimizers: list[torch.optim.Optimizer]) -> dict[int, BaseRule]:
         """Return the rules by the numbers of the optimizers that they clip."""
@@ -194,6 +201,10 @@ class ClipGradients(Callback):
         for number, handle in zip(self._numbers, self.handles, strict=True):
             if str(number) in loaded:
                 handle.load_state_dict(loaded[str(number)])
+
+        # The statistics for the logs start with this call.
+        self._read(trainer)
+        self._epoch = {}
 
         if self.record is not None:
             self.record.resume(trainer.global_step)
@@ -235,18 +246,32 @@ class ClipGradients(Callback):
         self._loaded = state_dict
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the reports of the steps that this batch took."""
-        if trainer.barebones:
+        """Log the steps since the last log, if the Trainer logs after this batch."""
+        if not trainer._logger_connector.should_update_logs:  # noqa: SLF001 - as in Lightning's callbacks
             return
-        for number, handle in zip(self._numbers, self.handles, strict=True):
-            report = handle.report
-            # While batches are accumulated there is no new report.
-            if report is None or report is self._logged.get(number):
-                continue
+        # The Trainer doesn't log between the batches of one step.
+        accumulates = trainer.fit_loop._should_accumulate()  # noqa: SLF001 - as in Lightning's callbacks
+        if accumulates and pl_module.automatic_optimization:
+            return
+        _log(trainer, pl_module, self._read(trainer), of_epoch=False)
 
-            self._logged[number] = report
-            suffix = f"/{number}" if len(trainer.optimizers) > 1 else ""
-            _log(pl_module, report, suffix)
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log all steps of the epoch."""
+        self._read(trainer)
+        _log(trainer, pl_module, self._epoch, of_epoch=True)
+        self._epoch = {}
+
+    def _read(self, trainer: Trainer) -> dict[int, Totals]:
+        """Return the totals since the last call, and add them to those of the epoch."""
+        totals: dict[int, Totals] = {}
+        # A bare run can't log, so nothing is kept for it.
+        if trainer.barebones:
+            return totals
+        for number, handle in zip(self._numbers, self.handles, strict=True):
+            totals[number] = handle.totals()
+            earlier = self._epoch.get(number, NO_STEPS)
+            self._epoch[number] = earlier.followed_by(totals[number])
+        return totals
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the remaining steps of the recorded run."""
@@ -264,27 +289,22 @@ def _to_rules(
     return rule_for_steps(cast("AnyRule", rules))
 
 
-def _log(pl_module: LightningModule, report: Report, suffix: str) -> None:
-    """Log the scalars of a report."""
-    # Without a batch size, Lightning infers one from the batch, and may warn.
-    for key, scalar in report.scalars().items():
-        if key in AVERAGED:
+def _log(
+    trainer: Trainer, pl_module: LightningModule, totals: dict[int, Totals], *, of_epoch: bool
+) -> None:
+    """Log the scalars of some steps of each optimizer."""
+    for number, steps in totals.items():
+        suffix = f"/{number}" if len(trainer.optimizers) > 1 else ""
+        for key, scalar in steps.scalars().items():
+            part = "" if of_epoch or key not in _OF_MANY_STEPS else "_step"
             pl_module.log(
-                key + suffix, scalar, on_step=False, on_epoch=True, sync_dist=True, batch_size=1
-            )
-            continue
-        pl_module.log(key + suffix, scalar, on_step=True, on_epoch=False, batch_size=1)
-
-        if key == NORM:
-            # One non-finite norm would hide all others of the epoch.
-            norm = scalar.where(scalar.isfinite(), 0.0)
-            pl_module.log(
-                NORM_MAX + suffix,
-                norm,
-                on_step=False,
-                on_epoch=True,
-                reduce_fx="max",
-                sync_dist=True,
+                f"{key}{part}{suffix}",
+                scalar,
+                on_step=not of_epoch,
+                on_epoch=of_epoch,
+                reduce_fx="max" if key == NORM_MAX else "mean",
+                sync_dist=of_epoch,
+                # Without a batch size, Lightning infers one from the batch, and may warn.
                 batch_size=1,
             )
 

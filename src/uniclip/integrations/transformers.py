@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Clipping inside the Trainer of Hugging Face Transformers.
 
-There is a callback for any Trainer, and a mixin for your own, whose loggers get all scalars.
+There is a mixin for your own Trainer, which measures the norm once and whose loggers get all
+scalars, and a callback for any Trainer.
 """
 
 from __future__ import annotations
@@ -92,7 +93,13 @@ class ClipGradients(TrainerCallback):
     The Trainer's logs get ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that
     has one, ``"clip/threshold"`` of the last step. Over the steps since the last log, they get the
     means ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``, and the largest
-    norm ``"clip/norm_max"``; see `uniclip.Report.scalars`.
+    norm ``"clip/norm_max"``; see `uniclip.Report.scalars`. A limit or threshold that does not exist
+    is NaN. The loggers of ``report_to`` come before the callbacks that a Trainer is given, and see
+    none of these, unless they are moved:
+    ``trainer.add_callback(trainer.pop_callback(WandbCallback))``.
+
+    The Trainer still measures ``grad_norm`` itself. With `ClippedTrainer`, the norm is measured
+    once.
 
     Examples
     --------

@@ -16,16 +16,15 @@ import optree
 import torch
 from array_api_compat.torch import _aliases
 
+from uniclip.backends.torch.private import dynamo_skips
+
 _CANNOT_COMPILE = torch.__version__ < (2, 11)
 
 
 def _leave_between_graphs() -> None:
     """Make Dynamo break the graph at every call of uniclip, and run the call as it is."""
-    # PyTorch has no public functions for either.
-    from torch._dynamo import trace_rules
-    from torch._dynamo.eval_frame import skip_code
-
-    trace_rules.add("uniclip")
+    skip_package, skip_code = dynamo_skips()
+    skip_package("uniclip")
 
     # Functions that uniclip calls must not become graphs, either. A rule for their library, as
     # above, would break the graphs of programs that compile these functions themselves.

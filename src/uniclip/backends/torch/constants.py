@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from uniclip.backends.torch.modes import in_forward_mode, tracing
+from uniclip.backends.torch.modes import tracing
 from uniclip.backends.torch.one_norm import ACCELERATORS, move
+from uniclip.backends.torch.private import in_forward_mode
 
 if TYPE_CHECKING:
-    from uniclip.backends.base import View
+    from uniclip._types import View
 
 _CACHE_SIZE = 256
 _LARGEST = 2**18

@@ -17,19 +17,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from uniclip._types import Axes, Op
 from uniclip.backends.base import (
     NO_SHARDS,
     SHARDS_CACHE_SIZE,
-    Axes,
     Backend,
-    Op,
     Reduce,
     Shards,
     WrappedLeaf,
     shards_of,
 )
-from uniclip.backends.torch.modes import in_forward_mode, is_recorded, tracing
+from uniclip.backends.torch.modes import is_recorded, tracing
 from uniclip.backends.torch.one_norm import SINGLE, move
+from uniclip.backends.torch.private import LOCAL_TENSOR, SPEC, in_forward_mode, local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,7 +96,7 @@ def _local_of(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local()
 
     # The attribute is faster, but it may be a tensor that a collective has not filled yet.
-    local = tensor._local_tensor
+    local = getattr(tensor, LOCAL_TENSOR, None)
     if type(local) is torch.Tensor:
         return local
     return tensor.to_local()
@@ -280,9 +280,9 @@ def open_shards(leaves: list[Any]) -> tuple[list[Any], Shards]:
     shards = _find_shards(leaves)
     # Usually all leaves are distributed, and present.
     if shards.dense and len(shards) == len(leaves):
-        local_tensors = [leaf._local_tensor for leaf in leaves]
-        if _are_dense(local_tensors) and not any(map(_RECORDED, leaves)):
-            return local_tensors, shards
+        local = local_tensors(leaves)
+        if _are_dense(local) and not any(map(_RECORDED, leaves)):
+            return local, shards
 
     arrays = list(leaves)
     for number, shard in shards.items():
@@ -329,7 +329,7 @@ def _find_shards(leaves: list[Any]) -> Shards:
 
     # FSDP2 gives the gradients of a parameter one layout at all steps. It is looked up by its
     # identity, since it takes long to hash one.
-    layouts = [getattr(leaf, "_spec", None) or getattr(leaf, "dtype", None) for leaf in leaves]
+    layouts = [getattr(leaf, SPEC, None) or getattr(leaf, "dtype", None) for leaf in leaves]
     key = tuple(map(id, layouts))
     cached = _shards_by_layouts.get(key)
     if cached is not None:
@@ -338,9 +338,12 @@ def _find_shards(leaves: list[Any]) -> Shards:
     by_leaf = {n: _shard_of(leaf) for n, leaf in enumerate(leaves) if is_dtensor(leaf)}
     dense = {leaf.dtype for leaf in leaves if leaf is not None} <= SINGLE
     dense = dense and all([shard.is_here and not shard.partial for shard in by_leaf.values()])
+    shards = shards_of(by_leaf, dense=dense)
+    # Without its layout, a distributed tensor is not known by the key.
+    if not all([hasattr(leaves[number], SPEC) for number in by_leaf]):
+        return shards
     if len(_shards_by_layouts) >= SHARDS_CACHE_SIZE:
         _shards_by_layouts.clear()
-    shards = shards_of(by_leaf, dense=dense)
     _shards_by_layouts[key] = shards, layouts
     return shards
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The state of PyTorch around the running code: whether it is traced,
-and whether derivatives are computed.
+"""The state of PyTorch around the running code: whether it is transformed, whether derivatives are
+recorded, whether it is traced, and the default device.
 
 These functions are called at every step, so most are one call into PyTorch's core: about 0.03 µs.
 """
@@ -12,16 +12,23 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, is_fake
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
-# PyTorch has no public functions for any of these.
-_C = torch._C
-_MODES = _C._TorchDispatchModeKey
-_TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+from uniclip.backends.torch.private import (
+    DeviceContext,
+    FakeTensor,
+    FunctionalTensor,
+    any_tracer,
+    before_dispatch,
+    dispatch_depth,
+    function_depth,
+    in_forward_mode,
+    is_compiling,
+    is_fake,
+    jit_traces,
+    transform_depth,
+    transforms_active,
+)
 
 
 def tracing() -> bool:
@@ -35,11 +42,11 @@ def tracing() -> bool:
         return True
 
     return bool(
-        torch.compiler._is_compiling_flag
-        or _C._functorch.get_dynamic_layer_stack_depth()
-        or (_C._len_torch_dispatch_stack() > 0 and _any_tracer())
-        or _C._is_tracing()
-        or (_C._len_torch_function_stack() > 0 and _before_dispatch())
+        is_compiling()
+        or transform_depth()
+        or (dispatch_depth() > 0 and any_tracer())
+        or jit_traces()
+        or (function_depth() > 0 and before_dispatch())
     )
 
 
@@ -54,44 +61,9 @@ def valueless(array: object) -> bool:
     return bool(array.is_meta or isinstance(array, FunctionalTensor) or is_fake(array))
 
 
-def _any_tracer() -> bool:
-    """Return whether make_fx, aot_function or FakeTensorMode is active.
-
-    Other modes, which count or log, see real values.
-    """
-    return any([_C._get_dispatch_mode(key) is not None for key in _TRACERS])
-
-
-def _before_dispatch() -> bool:
-    """Return whether make_fx records the operations before they are dispatched."""
-    return bool(_C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch))
-
-
 def in_transform() -> bool:
     """Return whether ``torch.func`` transforms the caller, so that a value may stand for many."""
-    # PyTorch 2.11 and 2.12 cannot compile the depth of the stack that `tracing` reads.
-    return bool(_C._are_functorch_transforms_active())
-
-
-def same_for_all_examples(array: torch.Tensor) -> bool:
-    """Return whether ``vmap`` runs the code for many examples at once,
-    and the tensor is the same for all of them.
-    """
-    functorch = _C._functorch
-    stack = functorch.get_interpreter_stack() or []
-    vmap = functorch.TransformType.Vmap
-    levels = {layer.level() for layer in stack if layer.key() == vmap}
-
-    # The tensor differs between the examples of each level that wraps it.
-    while functorch.is_functorch_wrapped_tensor(array):
-        levels.discard(functorch.maybe_get_level(array))
-        array = functorch.get_unwrapped(array)
-    return bool(levels)
-
-
-def in_forward_mode() -> bool:
-    """Return whether derivatives are computed in forward mode."""
-    return bool(forward_ad._current_level >= 0)
+    return bool(transforms_active())
 
 
 def is_recorded(array: torch.Tensor) -> bool:
@@ -137,6 +109,6 @@ def default_device_of(array: torch.Tensor | None) -> AbstractContextManager[obje
 
     # Without a default device, new tensors are on the CPU, and every device but `meta` accepts 0-d
     # tensors from there. A default device is a mode for functions.
-    if _C._len_torch_function_stack() == 0 and not array.is_meta:
+    if function_depth() == 0 and not array.is_meta:
         return None
     return _DefaultDevice(array.device)

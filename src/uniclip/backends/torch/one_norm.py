@@ -20,23 +20,34 @@ from math import sqrt
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.linalg import vector_norm
 
 from uniclip.backends.arithmetic import PIECE
 from uniclip.backends.base import FITS, FITS_FLOAT64, Backend, OneNorm
 from uniclip.backends.numpy import all_zero
-from uniclip.backends.torch.kernels import kernels_on
-from uniclip.backends.torch.modes import in_forward_mode, tracing
+from uniclip.backends.torch.gpus import kernels_on
+from uniclip.backends.torch.modes import tracing
+from uniclip.backends.torch.private import (
+    flatten,
+    foreach_clamp_max_,
+    foreach_clamp_min,
+    foreach_clamp_min_,
+    foreach_copy_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    in_forward_mode,
+)
 
 # Globals are looked up faster than attributes of modules.
 _FLOAT32 = torch.float32
 _FLOAT64 = torch.float64
 _STRIDED = torch.strided
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
-_HALVES = {torch.bfloat16, torch.float16}
-SINGLE = {_FLOAT32, *_HALVES}
+HALVES = {torch.bfloat16, torch.float16}
+SINGLE = {_FLOAT32, *HALVES}
+REAL = {_FLOAT32, _FLOAT64}
 _SINGLE_RANGE = tuple(map(sqrt, FITS))
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _DOUBLE_RANGE = tuple(map(sqrt, FITS_FLOAT64))
@@ -51,8 +62,12 @@ _MANY = 2**15
 """The same for a vector that is a copy already."""
 ACCELERATORS = {"cuda", "xpu"}
 """The types of devices with float64 whose memory has addresses."""
+_BATCH = 2**25
+"""The number of elements that are copied at once, 128 MiB in float32, or a single tensor."""
 _MAX_FILLED = 256
 """The number of elements that a CUDA graph may get from the host, each by its own kernel."""
+REGULAR = {Tensor, torch.nn.Parameter}
+"""The classes of dense tensors without code of their own."""
 _PARAMETERS = {torch.nn.Parameter}
 
 
@@ -80,7 +95,7 @@ def one_norm(
         if norm is None:
             return None
         dtype = np.float64 if arrays[0].dtype is _FLOAT64 else np.float32
-        return OneNorm((backend, _CPU, dtype), arrays, float(dtype(norm)))
+        return OneNorm((backend, CPU, dtype), arrays, float(dtype(norm)))
 
     device = arrays[0].device
     if device.type not in ACCELERATORS or not _are_regular(arrays):
@@ -101,17 +116,17 @@ def scale_all(arrays: list[Tensor], factor: float, *, in_place: bool) -> list[Te
     # A 0-d tensor takes half the time of a number. A float32 one would be rounded to half precision
     # before the product.
     dtype = arrays[0].dtype
-    if dtype in _HALVES or not all([array.dtype is dtype for array in arrays]):
+    if dtype in HALVES or not all([array.dtype is dtype for array in arrays]):
         # A 0-d product would get the dtype of the factor.
         if not all([array.ndim for array in arrays]):
             return None
         dtype = _FLOAT64
-    scale = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
+    scale = torch.scalar_tensor(factor, dtype=dtype, device=CPU)
 
     if in_place:
-        torch._foreach_mul_(arrays, scale)
+        foreach_mul_(arrays, scale)
         return arrays
-    return list(torch._foreach_mul(arrays, scale))
+    return list(foreach_mul(arrays, scale))
 
 
 def clip_at_once(
@@ -141,11 +156,11 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
     for group in groups:
         # Float32 squares can leave the range. To detect it before the product, the host would have
         # to wait.
-        norms += torch._foreach_norm(group, 2, dtype=_FLOAT64)
+        norms += foreach_norm(group, 2, dtype=_FLOAT64)
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
     # The ratio is exactly 1 within the limit. A number divided by a tensor would be two kernels.
-    dividend = torch.scalar_tensor(limit, dtype=_FLOAT32, device=_CPU)
+    dividend = torch.scalar_tensor(limit, dtype=_FLOAT32, device=CPU)
     ratio = torch.div(dividend, norm.clamp(min=limit))
 
     # `clamp` hides an infinite norm; the factor has to be NaN if the norm is not finite.
@@ -160,31 +175,43 @@ def multiply_group(
     if isinstance(factor, Tensor) and factor.ndim == 0 and _are_halves_elsewhere(group):
         return _multiply_halves(group, factor, in_place=in_place)
     if in_place:
-        torch._foreach_mul_(group, factor)
+        foreach_mul_(group, factor)
         return group
-    return list(torch._foreach_mul(group, factor))
+    return list(foreach_mul(group, factor))
 
 
 def _are_halves_elsewhere(group: list[Tensor]) -> bool:
     """Return whether regular tensors of one dtype are of half precision, on an accelerator."""
-    if group[0].dtype not in _HALVES or group[0].device.type not in ACCELERATORS:
+    if group[0].dtype not in HALVES or group[0].device.type not in ACCELERATORS:
         return False
-    return {Tensor, torch.nn.Parameter}.issuperset(map(type, group))
+    return REGULAR.issuperset(map(type, group))
 
 
 def _multiply_halves(group: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Tensor]:
     """Return tensors of half precision, multiplied by a float32 factor in few launches."""
     # PyTorch starts a kernel for each tensor if the factor has another dtype, and a half-precision
-    # factor has an error of up to 0.4 %. The function behind `GradScaler.unscale_` takes a float32
-    # factor. It works in place, so the tensors are copied first.
-    if not in_place:
-        group = list(torch._foreach_mul(group, 1.0))
-    # Required, not read.
-    found_inf = factor.new_empty(())
-    torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, factor)
-    # Autograd does not see what this function writes.
-    increment_version(group)
-    return group
+    # factor has an error of up to 0.4 %. So float32 copies are multiplied. The function behind
+    # `GradScaler.unscale_` needs none, but CUDA does not have it for bfloat16.
+    products = group if in_place else [torch.empty_like(array) for array in group]
+    start = 0
+    while start < len(group):
+        batch = slice(start, _end_of_batch(group, start))
+        wide = [torch.empty_like(array, dtype=_FLOAT32) for array in group[batch]]
+        foreach_copy_(wide, group[batch])
+        foreach_mul_(wide, factor)
+        foreach_copy_(products[batch], wide)
+        start = batch.stop
+    return products
+
+
+def _end_of_batch(arrays: list[Tensor], start: int) -> int:
+    """Return where a batch ends that has at most `_BATCH` elements, and at least one array."""
+    end = start + 1
+    elements = arrays[start].numel()
+    while end < len(arrays) and elements + arrays[end].numel() <= _BATCH:
+        elements += arrays[end].numel()
+        end += 1
+    return end
 
 
 def by_dtype(arrays: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
@@ -235,10 +262,10 @@ def _clamp(group: list[Tensor], low: float, high: float, *, in_place: bool) -> l
         high = math.copysign(math.inf, high)
 
     if in_place:
-        torch._foreach_clamp_min_(group, low)
+        foreach_clamp_min_(group, low)
     else:
-        group = list(torch._foreach_clamp_min(group, low))
-    torch._foreach_clamp_max_(group, high)
+        group = list(foreach_clamp_min(group, low))
+    foreach_clamp_max_(group, high)
     return group
 
 
@@ -253,12 +280,12 @@ def norm_of(arrays: Sequence[Tensor]) -> float | None:
         return None
 
     # All are copied into one vector, and added in float64.
-    flat = torch._C._nn.flatten_dense_tensors(pieces)
+    flat = flatten(pieces)
     # Many short leaves, none of which is in rows yet, take less time in rows.
     in_rows = not is_double and flat.numel() >= _MANY
     in_rows = in_rows and flat.numel() == sum([array.numel() for array in arrays])
     if in_rows:
-        flat = torch._C._nn.flatten_dense_tensors(_norms_of_rows(flat))
+        flat = flatten(_norms_of_rows(flat))
     norm: float = vector_norm(flat, 2, None, False, dtype=_FLOAT64).item()
     if norm == 0:
         # The squares of a row may underflow. Short float32 leaves are added in float64, so they
@@ -296,7 +323,7 @@ def _pieces_of(arrays: Sequence[Tensor], *, double: bool) -> list[Tensor] | None
     pieces = []
     for array in arrays:
         is_full = array.dtype is full
-        if not array.is_cpu or not (is_full or (array.dtype in _HALVES and not double)):
+        if not array.is_cpu or not (is_full or (array.dtype in HALVES and not double)):
             return None
         size = array.numel()
         if size < LONG:

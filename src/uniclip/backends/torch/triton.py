@@ -24,7 +24,7 @@ Read it in this order:
 CUDA graphs: a step must have run once before it is captured, since nothing is compiled and no table
 is sent during a capture. Tables and addresses that a graph reads stay alive and unchanged.
 
-`uniclip.backends.torch.kernels` decides where this module is used.
+`uniclip.backends.torch.gpus` decides where this module is used.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of kernels.
@@ -42,9 +42,11 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 from triton.errors import TritonError
 
+from uniclip._types import Axes
 from uniclip.backends.arithmetic import in_groups
-from uniclip.backends.base import Axes, Backend, Products, Terms, stack_terms, take
-from uniclip.backends.torch.kernels import give_up
+from uniclip.backends.base import Backend, Products, Terms, stack_terms, take
+from uniclip.backends.torch import private
+from uniclip.backends.torch.gpus import give_up
 from uniclip.backends.torch.one_norm import are_dense
 
 _Vector: TypeAlias = np.ndarray[Any, Any]
@@ -510,15 +512,15 @@ def _batch_of(arrays: Sequence[torch.Tensor], *, checked: bool = False) -> Batch
             return None
 
     # Kernels are invisible to a dispatch mode, which may count or log operations.
-    if torch._C._len_torch_dispatch_stack():
+    if private.dispatch_depth():
         return None
 
     if INTERPRETED:
         return Batch(arrays, device, 0, False)
     if device.type == "xpu":
-        return Batch(arrays, device, torch._C._xpu_getCurrentRawStream(device.index), False)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return Batch(arrays, device, stream, torch._C._cuda_isCurrentStreamCapturing())
+        return Batch(arrays, device, private.xpu_stream(device.index), False)
+    stream = private.cuda_stream(device.index)
+    return Batch(arrays, device, stream, private.cuda_captures())
 
 
 class Rows(NamedTuple):
@@ -765,7 +767,7 @@ def _compile(batch: Batch, launches: Sequence[Launch]) -> bool:
 @contextmanager
 def _current_device(device: torch.device) -> Iterator[None]:
     """Make a device the current one, where Triton starts kernels."""
-    if INTERPRETED or (device.type == "cuda" and torch._C._cuda_getDevice() == device.index):
+    if INTERPRETED or (device.type == "cuda" and private.cuda_device() == device.index):
         yield
         return
     with getattr(torch, device.type).device(device):

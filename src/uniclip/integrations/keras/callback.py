@@ -23,8 +23,9 @@ class LogClipping(keras.callbacks.Callback):
 
     ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` if there is one, and ``"clip/factor"``
     are the values of the epoch's last step; ``"clip/share"`` and ``"clip/skipped"`` are averages
-    over its steps, and ``"clip/norm_max"`` is the largest norm. Put the callback before callbacks
-    that write the logs, such as ``CSVLogger``; the progress bar and ``History`` always come last.
+    over its steps, and ``"clip/norm_max"`` is the largest norm. A limit or threshold that does not
+    exist is NaN. Put the callback before callbacks that write the logs, such as ``CSVLogger``; the
+    progress bar and ``History`` always come last.
 
     Parameters
     ----------

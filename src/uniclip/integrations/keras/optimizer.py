@@ -30,7 +30,7 @@ from uniclip.integrations.keras.variables import (
     value_of,
     zeros_like,
 )
-from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
+from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report, nan_where_unlimited
 from uniclip.saved import from_dict, to_dict
 
 Window: TypeAlias = npt.NDArray[np.float32]
@@ -362,7 +362,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def named(self, window: Window) -> dict[str, float]:
         """Return the scalars of a window by name.
 
-        Means and the largest norm are NaN if it has no step.
+        Means and the largest norm are NaN if it has no step, and so is a limit that does not exist.
         """
         *sums, count, largest = map(float, window[-_ACCUMULATED:])
         # A window begins with the scalars of the last step.
@@ -373,7 +373,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         scalars = {name: values[name] for name in self._scalar_names}
         if scalars:
             scalars[NORM_MAX] = largest if count else math.nan
-        return scalars
+        return nan_where_unlimited(scalars)
 
     def batches(self) -> int:
         """Return the number of batches, including skipped and accumulated ones."""

@@ -12,6 +12,7 @@ import torch
 from uniclip._core.plan import check_answers_differ
 from uniclip._errors import article, summarize
 from uniclip._types import Path
+from uniclip.backends.torch.private import OVERLAPS, STEP_PRE_HOOKS
 from uniclip.compose import AnyRule, Masked, rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
@@ -154,7 +155,7 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the step of an optimizer runs the step hooks of PyTorch."""
     # A wrapper may pass on the attributes of the optimizer inside.
     attributes = vars(optimizer)
-    if "_optimizer_step_pre_hooks" not in attributes:
+    if STEP_PRE_HOOKS not in attributes:
         return False
     step = attributes.get("step")
     if step is None:
@@ -169,7 +170,7 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _raise_if_hooks_are_unknown(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer has step pre-hooks, but a step that may not run them."""
-    if runs_hooks(optimizer) or not getattr(optimizer, "_optimizer_step_pre_hooks", None):
+    if runs_hooks(optimizer) or not getattr(optimizer, STEP_PRE_HOOKS, None):
         return
     msg = (
         f"{type(optimizer).__qualname__} has step pre-hooks, but another function stands in the "
@@ -181,7 +182,7 @@ def _raise_if_hooks_are_unknown(optimizer: torch.optim.Optimizer) -> None:
 
 def _raise_if_not_replaceable(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the step of an optimizer cannot be replaced, or is not the one that is taken."""
-    if getattr(optimizer, "_overlap_with_ddp", False):
+    if getattr(optimizer, OVERLAPS, False):
         msg = (
             f"{type(optimizer).__qualname__}(overlap_with_ddp=True) takes its steps inside of "
             "backward, before all gradients are there, and its step() does nothing; make it "

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.containers import Flat, flatten_known
 from uniclip._core.spine import Decision, run_spine, run_step
-from uniclip._core.tree import Flat, flatten_known
 from uniclip._errors import LIMIT, article, check, check_range, nonnegative, number, summarize
 from uniclip._types import Array, NonFinite, Step
 from uniclip.api import clip_

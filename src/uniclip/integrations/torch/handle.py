@@ -13,7 +13,7 @@ from weakref import ref
 
 from uniclip._core.collectives import AllReduce, Shared
 from uniclip._types import Number, State
-from uniclip.clipper import Clipper
+from uniclip.clipper import Clipper, Totals
 from uniclip.integrations.torch.checks import check_masks_and_labels
 from uniclip.integrations.torch.gradients import ClosureLoss, GradientClipping
 from uniclip.integrations.torch.parameters import Parameters
@@ -145,7 +145,11 @@ class Attached:
 
     def logs(self) -> dict[str, float]:
         """Return the scalars since the last call as floats, see `uniclip.Clipper.logs`."""
-        return self._clipper.logs()
+        return self.totals().scalars()
+
+    def totals(self) -> Totals:
+        """Return what `logs` are made of, for integrations that also add up several windows."""
+        return self._clipper.totals()
 
     def __repr__(self) -> str:
         """Return the rule and the optimizers."""

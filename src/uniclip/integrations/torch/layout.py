@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.tree import flatten, place
+from uniclip._core.containers import flatten, place
 from uniclip._errors import summarize
 from uniclip._types import Path, T
 from uniclip.backends.torch.dtensor import is_dtensor

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from uniclip._core.tree import Spec, flatten_known, place
+from uniclip._core.containers import Spec, flatten_known, place
 from uniclip._errors import check, stable
 
 ParamGroup: TypeAlias = dict[str, Any]

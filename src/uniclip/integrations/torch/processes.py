@@ -17,6 +17,7 @@ from uniclip._errors import check_step_arguments, summarize
 from uniclip._types import Number, Step
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor, reduce_over_group
+from uniclip.backends.torch.private import FSDP1_FLAT_PARAM, FSDP1_PARAM, FSDP1_SIZE
 from uniclip.compose import ByValue, Chain, rules_with_norms, walk_rules
 from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import all_leaves
@@ -39,8 +40,8 @@ def reduced_everywhere(params: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param", "_unpadded_unsharded_size")
-"""Attributes that FSDP1 sets: the first on every parameter, the others on flat parameters."""
+FSDP1_MARKS = (FSDP1_PARAM, FSDP1_FLAT_PARAM, FSDP1_SIZE)
+"""Attributes that FSDP1 sets."""
 
 
 def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, step: Step) -> None:
@@ -53,7 +54,7 @@ def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, ste
         If there are several processes, and some are shards without ``all_reduce``, or whole with
         ``all_reduce`` and without ``shared``.
     """
-    marked = [tensor for tensor in tensors if getattr(tensor, "_fsdp_flattened", False)]
+    marked = [tensor for tensor in tensors if getattr(tensor, FSDP1_PARAM, False)]
     if not marked or not several():
         return
 
@@ -82,7 +83,7 @@ def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, ste
         raise ValueError(msg)
 
     # A shard, and a flat parameter, have elements of several leaves.
-    flat = [tensor for tensor in marked if hasattr(tensor, "_is_flat_param")]
+    flat = [tensor for tensor in marked if hasattr(tensor, FSDP1_FLAT_PARAM)]
     has_one_norm = all(isinstance(one, Rule) and one.scope == all_leaves for one in measuring)
     if not has_one_norm and (flat or len(whole) < len(marked)):
         msg = (
@@ -104,7 +105,7 @@ def _known_whole(marked: list[torch.Tensor]) -> list[torch.Tensor]:
     of_whole = {s for s, tensor in zip(storages, marked, strict=True) if tensor.ndim > 1}
     whole = []
     for storage, tensor in zip(storages, marked, strict=True):
-        size = getattr(tensor, "_unpadded_unsharded_size", None)
+        size = getattr(tensor, FSDP1_SIZE, None)
         is_whole_flat = size is not None and tensor.numel() >= size.numel()
         if is_whole_flat or storage in of_whole:
             whole.append(tensor)

@@ -11,6 +11,7 @@ from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from uniclip.backends.torch.private import SCHEDULED, SUPPORTS_SCALING
 from uniclip.integrations.torch.checks import runs_hooks
 from uniclip.integrations.torch.guard import AttachedDefaults, CopiedDefaults, warn_of_copy
 from uniclip.integrations.torch.step import Steps
@@ -18,9 +19,6 @@ from uniclip.integrations.torch.step import Steps
 if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
-
-_SCALING = "_step_supports_amp_scaling"
-"""The attribute by which an optimizer asks a GradScaler for its scale and its flag."""
 
 
 class ReplacedStep:
@@ -41,8 +39,8 @@ class ReplacedStep:
         update_wrapper(self, step, updated=())
         del vars(self)["__wrapped__"]
         # Schedulers mark the step, and warn if the mark is gone.
-        if hasattr(step, "_wrapped_by_lr_sched"):
-            self._wrapped_by_lr_sched = True
+        if hasattr(step, SCHEDULED):
+            vars(self)[SCHEDULED] = True
 
         attributes = vars(optimizer)
         self._set_before = attributes.get("step")
@@ -63,9 +61,9 @@ class ReplacedStep:
             attributes["defaults"] = AttachedDefaults(self._defaults)
         # The first step of a list clips the gradients of all, but a GradScaler checks each
         # optimizer before its own step. So it passes its scale and its flag, as to a fused step.
-        self._declared_scaling = is_joint and not hasattr(optimizer, _SCALING)
+        self._declared_scaling = is_joint and not hasattr(optimizer, SUPPORTS_SCALING)
         if self._declared_scaling:
-            attributes[_SCALING] = True
+            attributes[SUPPORTS_SCALING] = True
         # Hooks that are there already come before this one, which clips.
         self._hook: RemovableHandle | None = None
         if self.runs_hooks:
@@ -131,7 +129,7 @@ class ReplacedStep:
             self._defaults.update(defaults)
             attributes["defaults"] = self._defaults
         if self._declared_scaling:
-            attributes.pop(_SCALING, None)
+            attributes.pop(SUPPORTS_SCALING, None)
         if attributes.get("step") is self:
             del attributes["step"]
             if self._set_before is not None:

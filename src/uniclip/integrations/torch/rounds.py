@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from uniclip.backends.torch.private import STEP_PRE_HOOKS
 from uniclip.integrations.torch.functions import get_total_norm
 from uniclip.integrations.torch.parameters import Parameters, params_in
 from uniclip.integrations.torch.snapshot import Snapshot, is_same
@@ -72,7 +73,7 @@ class Round:
         for one in self._params.optimizers:
             grads = _gradients_of(one)
             # The rule has one of the hooks itself. Others may call collectives.
-            hooks = getattr(one, "_optimizer_step_pre_hooks", ())
+            hooks = getattr(one, STEP_PRE_HOOKS, ())
             norm = get_total_norm(grads) if is_scaled or len(hooks) > 1 else None
             self._clipped[id(one)] = Snapshot(grads, reads=False), norm
 

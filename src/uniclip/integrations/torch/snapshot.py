@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from uniclip.backends.torch.private import version_of
+
 _SAMPLE = 16
 """How many elements of a tensor are compared."""
 
@@ -37,8 +39,7 @@ class Snapshot:
 
 def _marks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the version counter and the address of each tensor."""
-    # PyTorch has no public name for the counter.
-    return [(p._version, p.data_ptr() if _is_regular(p) else id(p)) for p in tensors]  # noqa: SLF001
+    return [(version_of(p), p.data_ptr() if _is_regular(p) else id(p)) for p in tensors]
 
 
 def _is_regular(p: torch.Tensor) -> bool:

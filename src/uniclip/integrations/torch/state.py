@@ -6,7 +6,7 @@ Which parameters have a row in it is in `parameters`.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 
 from uniclip._errors import check, summarize
 from uniclip._warnings import warn
+from uniclip.backends.torch.private import STATE_DICT_HOOKS
 from uniclip.clipper import Clipper
 from uniclip.integrations.torch.parameters import Parameters
 from uniclip.saved import labels_of, renamed, shown
@@ -65,21 +66,13 @@ class RuleState:
         if self._clipper.state is not None:
             tree = self._params.tree([p.detach() for p in params])
             self._clipper.change_leaves(tree, new_paths)
-        self._describe(params)
-        return params
-
-    def _describe(self, params: list[torch.Tensor]) -> None:
-        """Tell the recorder the names of the leaves."""
         record = self._clipper.record
-        if record is None:
-            return
-
-        # Names that are unique over all groups need no number of a group before them.
-        names = [key for _, key in self._params.paths]
-        if len(set(names)) == len(names):
-            record.describe(self._clipper.rule, OrderedDict(zip(names, params, strict=True)))
-        else:
-            record.describe(self._clipper.rule, self._params.tree(params))
+        if record is not None:
+            # Names that are unique over all groups need no number of a group before them.
+            names = [str(key) for _, key in self._params.paths]
+            is_unique = len(set(names)) == len(names)
+            record.describe(self._clipper.rule, names if is_unique else None)
+        return params
 
     def warn_unless_loaded(self) -> None:
         """Warn at the next step, unless a state is loaded by then, or none is wanted."""
@@ -184,7 +177,7 @@ class RuleState:
         """
         hooks = []
         for number, optimizer in enumerate(optimizers):
-            if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            if not hasattr(optimizer, STATE_DICT_HOOKS):
                 continue
             if number == 0:
                 hooks.append(optimizer.register_state_dict_post_hook(self._after_save))
@@ -221,7 +214,7 @@ class RuleState:
 
 def saves_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.state_dict()`` runs hooks, which PyTorch's own does."""
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+    if not hasattr(optimizer, STATE_DICT_HOOKS):
         return False
     return getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
 

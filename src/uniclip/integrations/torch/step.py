@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from uniclip._errors import counted, summarize
+from uniclip.backends.torch.private import HAS_STEPPED, SCHEDULED, backward_number
 from uniclip.integrations.torch.checks import spans_leaves
 from uniclip.integrations.torch.gradients import ClosureLoss, GradientClipping
 from uniclip.integrations.torch.guard import Guard
@@ -23,9 +24,6 @@ from uniclip.integrations.torch.skip import SkippedStep
 
 Changed: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]] | None
 """The arguments that a step gets in place of its own, if any, with the optimizer first."""
-
-_backward_number = torch._C._current_graph_task_id  # noqa: SLF001 - PyTorch has no public name for it
-"""Returns the number of the backward pass that runs in this thread, -1 outside of one."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -101,8 +99,8 @@ class Steps:
         except SkippedStep as skipped:
             self._round.mark_stepped(optimizer)
             # A scheduler would warn that no step came before its own.
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                optimizer._opt_called = True  # noqa: SLF001 - PyTorch's mark
+            if hasattr(optimizer.step, SCHEDULED):
+                setattr(optimizer, HAS_STEPPED, True)
             return skipped.loss
         except Exception:
             self._clipping.drop_scale(optimizer)
@@ -147,7 +145,7 @@ class Steps:
 
         # During backward gradients may be missing.
         stops = None
-        if len(args) == 1 and not kwargs and _backward_number() == -1:
+        if len(args) == 1 and not kwargs and backward_number() == -1:
             stops = self._clipping.clip_on_spine(optimizer, self.loss)
         changed = None
         if stops is None:
@@ -261,7 +259,7 @@ class Steps:
         """Raise for a step during backward, when other gradients are not there yet, if a norm or a
         limit of the rule depends on several leaves.
         """
-        if not self._spans_leaves or _backward_number() == -1:
+        if not self._spans_leaves or backward_number() == -1:
             return
         msg = (
             f"{type(optimizer).__qualname__} took a step during backward, but a norm of "

@@ -26,12 +26,11 @@ from uniclip.integrations.torch.engines.optimizer import (
     shared_of,
     warn_of_limits,
 )
-from uniclip.integrations.torch.engines.source import Limit, ReplacedAttribute, Source
+from uniclip.integrations.torch.engines.source import Handle, Limit, ReplacedAttribute, Source
 from uniclip.integrations.torch.parameters import names_of
 
 if TYPE_CHECKING:
     from uniclip._core.collectives import Shared
-    from uniclip.integrations.torch.handle import Attached
     from uniclip.rule import BaseRule
 
 _PACKAGES = {"deepspeed", "megatron"}
@@ -87,7 +86,7 @@ class Engine:
             )
             warn(msg)
 
-    def add_hooks(self, handle: Attached) -> None:
+    def add_hooks(self, handle: Handle) -> None:
         """Have the engine clip in its steps, and save the state of the rule."""
         source = self._source
         if source is not None:

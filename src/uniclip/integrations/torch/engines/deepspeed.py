@@ -6,14 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from uniclip.integrations.torch.engines.source import Part, ReplacedAttribute, Source, name_in_model
-
-if TYPE_CHECKING:
-    from uniclip.integrations.torch.handle import Attached
+from uniclip.backends.torch.private import foreach_div_, foreach_mul_
+from uniclip.integrations.torch.engines.source import (
+    Handle,
+    Part,
+    ReplacedAttribute,
+    Source,
+    name_in_model,
+)
 
 _KEY = "uniclip"
 """The key of the rule's state in the ``client_state`` of a checkpoint."""
@@ -102,7 +106,7 @@ class _Zero(Source):
         self._flat = self._flat_gradients()
         scale = self._scale()
         if scale != 1.0:
-            torch._foreach_div_(self._flat, scale)
+            foreach_div_(self._flat, scale)
 
         grads: list[torch.Tensor | None] = []
         for flat, places in zip(self._flat, self._places, strict=True):
@@ -113,7 +117,7 @@ class _Zero(Source):
         # The engine's step divides by the loss scale.
         scale = self._scale()
         if scale != 1.0:
-            torch._foreach_mul_(self._flat, scale)
+            foreach_mul_(self._flat, scale)
         self._flat = []
 
     def _flat_gradients(self) -> list[torch.Tensor]:
@@ -272,7 +276,7 @@ def source_of(optimizer: Any, names: dict[int, str]) -> Source:
     raise TypeError(msg)
 
 
-def checkpoint_hooks(engine: Any, handle: Attached) -> list[ReplacedAttribute]:
+def checkpoint_hooks(engine: Any, handle: Handle) -> list[ReplacedAttribute]:
     """Save the state of a rule in the checkpoints of an engine, and load it with them."""
     save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 

@@ -3,16 +3,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+    from uniclip.rule import BaseRule
 
 Limit: TypeAlias = tuple[Any, str]
 """An object and its attribute that has the limit of an engine's own clipping, 0 for none."""
 
 
 _MISSING = object()
+
+
+class Handle(Protocol):
+    """What an engine uses of `uniclip.integrations.torch.handle.Attached`."""
+
+    @property
+    def rule(self) -> BaseRule:
+        """The rule that clips."""
+
+    def add_hook(self, hook: ReplacedAttribute) -> None:
+        """Have ``remove`` remove a hook, too."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the state of the rule as plain numbers and lists."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore a saved state."""
+
+    def expect_state(self) -> None:
+        """Warn at the next step, unless a state of the rule is loaded by then."""
 
 
 class ReplacedAttribute:
