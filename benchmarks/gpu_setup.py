@@ -42,7 +42,6 @@ class Run:
         self.passed = 0
         self.failed: list[str] = []
         self.left_out: list[str] = []
-        self.out_of_time = False
 
     def section(self, name: str) -> bool:
         """Return whether to run a section."""
@@ -60,7 +59,6 @@ class Run:
         """Return whether there is time for another part."""
         if time.monotonic() < self.end:
             return True
-        self.out_of_time = True
         self.left_out.append(f"{name} (no time)")
         return False
 

@@ -330,11 +330,18 @@ def test_accuracy(started: list[str], kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize("width", [1, 2, 16, 127, 768, 1025, 8192, 8193, 16_384])
 def test_accuracy_of_rows(started: list[str], width: int, dtype: str) -> None:
-    """The norm of a row is that of float64, whatever the rows beside it are."""
-    leaf = torch.stack([elements(kind, width, dtype) for kind in ELEMENTS])
-    wanted = exact_norm(leaf)
-    norms = clip_([leaf], uc.Rule(3.4e38, scope=uc.scopes.unit(0))).norms[0].double().numpy()
-    np.testing.assert_allclose(norms, wanted, rtol=ERRORS[dtype], atol=1e-45)
+    """The norm of a row is that of float64, whatever the rows beside it are, and has the same bits
+    at each alignment.
+    """
+    whole = torch.stack([elements(kind, width, dtype) for kind in ELEMENTS])
+    rule = uc.Rule(3.4e38, scope=uc.scopes.unit(0))
+    norms = []
+    for offset in (0, 1, 8):
+        memory = torch.empty(whole.numel() + offset, dtype=whole.dtype)
+        leaf = memory[offset:].view(whole.shape).copy_(whole)
+        norms.append(clip_([leaf], rule).norms[0].double().numpy())
+    np.testing.assert_array_equal(norms[1:], [norms[0]] * 2)
+    np.testing.assert_allclose(norms[0], exact_norm(whole), rtol=ERRORS[dtype], atol=1e-45)
     assert "sum_rows" in started or width > 8192
 
 
@@ -616,8 +623,12 @@ assert "UNICLIP_TRITON=0" in str(seen[0].message)
 @pytest.mark.parametrize(
     ("version", "capability", "reason"),
     [
-        ("99.0.0", (9, 0), "Triton 99.0.0 is not tested; install a version from 3.3 to 3.8, or"),
-        ("3.2.0", (8, 6), "Triton 3.2.0 is not tested; install"),
+        (
+            "99.0.0",
+            (9, 0),
+            "Triton 99.0.0 is not tested; install PyTorch 2.7 or later with Triton 3",
+        ),
+        ("3.2.0", (8, 6), "is not tested; install PyTorch 2.7 or later with Triton 3.3 to 3.8, or"),
         (
             "3.3.1",
             (10, 3),
@@ -662,9 +673,14 @@ assert not [name for name in sys.modules if name.endswith("torch.triton")]
     assert out.strip().endswith("UNICLIP_TRITON=0 turns this message off")
 
 
-@pytest.mark.parametrize(("version", "capability"), [("3.3.0", (7, 0)), ("3.6.0", (12, 1))])
-def test_tested_versions(version: str, capability: tuple[int, int]) -> None:
-    """A version that compiles for a GPU is used: here it fails, as there is none to compile for."""
+@pytest.mark.parametrize(
+    ("version", "capability", "setting"),
+    [("3.3.0", (7, 0), ""), ("3.6.0", (12, 1), ""), ("3.2.0", (99, 0), "1")],
+)
+def test_tried_versions(version: str, capability: tuple[int, int], setting: str) -> None:
+    """A version that compiles for a GPU is used, and others if the user asks for that: here it
+    fails, as there is none to compile for.
+    """
     out = run(
         f"""
 import warnings, torch, uniclip as uc
@@ -676,7 +692,8 @@ with as_nvidia({capability}, Device()):
     leaf = torch.full((8,), 3.0)
     uc.clip_([leaf], uc.by_global_norm(1.0))
 assert abs(float(leaf.norm()) - 1) < 1e-6
-"""
+""",
+        UNICLIP_TRITON=setting,
     )
     assert "Triton kernels cannot be used" in out
 

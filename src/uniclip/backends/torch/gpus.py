@@ -148,9 +148,10 @@ def _find_obstacle(device: torch.device, *, allow_untested: bool) -> str | None:
 
     numbers = _numbers_of(version)
     if numbers not in _VERSIONS:
+        # PyTorch requires the version of Triton that it brings, so only both can be changed.
         return (
-            f"Triton {version} is not tested; install a version from {tested}, or set "
-            "UNICLIP_TRITON=1 to use it anyway"
+            f"Triton {version} is not tested; install PyTorch 2.7 or later with Triton {tested}, "
+            "or set UNICLIP_TRITON=1 to use it anyway"
         )
     capability = torch.cuda.get_device_capability(device)
     first = first_version(capability)
