@@ -34,6 +34,7 @@ RULES = {
     "nonfinite='skip'": uc.by_global_norm(CLIPPED, nonfinite="skip"),
     "skip_above": uc.by_global_norm(CLIPPED, skip_above=1e30),
     "zclip": uc.zclip(),
+    "chain(zclip, by_global_norm)": uc.chain(uc.zclip(), uc.by_global_norm(CLIPPED)),
     "skip_spikes": uc.skip_spikes(),
     "by_norm": uc.by_norm(1e-4),
     "adagc": uc.adagc(),

@@ -90,7 +90,7 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
     make_gradients()
     before = norm()
     for clipped, limit in ((False, 2 * before), (True, before / 2)):
-        calls = clips(params, limit)
+        calls = clips(params, limit, clipped=clipped)
         for name, call in calls.items():
             make_gradients()
             call()
@@ -100,35 +100,48 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
         yield {"clipped": clipped, **interleave(calls, make_gradients, rounds)}
 
 
-class NoStep:
-    """An object with parameters, whose step does nothing."""
-
-    def __init__(self, params: list[Any]) -> None:
-        self.param_groups = [{"params": params}]
-
-    def step(self) -> None:
-        """Change nothing."""
-
-
-def clips(params: list[Any], limit: float) -> dict[str, Call]:
+def clips(params: list[Any], limit: float, *, clipped: bool) -> dict[str, Call]:
     """Return the functions that only clip gradients."""
     import torch
 
-    from uniclip.integrations.torch import attach, clip_grad_norm_
+    from uniclip.integrations.torch import clip_grad_norm_
 
-    attached = NoStep(params)
-    attach(attached, uc.by_global_norm(limit))
-
-    # The step alone would not keep the object.
-    def step() -> None:
-        attached.step()
-
-    native = partial(torch.nn.utils.clip_grad_norm_, params, limit)
-    return {
-        NATIVE: native,
-        "clip_grad_norm_": partial(clip_grad_norm_, params, limit),
-        "attach": step,
+    cap = uc.by_global_norm(limit)
+    rules: dict[str, Any] = {
+        "attach": cap,
+        "nonfinite='skip'": uc.by_global_norm(limit, nonfinite="skip"),
+        "chain(zclip, by_global_norm)": uc.chain(uc.zclip(), cap),
     }
+    # It clips spikes only, which these gradients have not.
+    if not clipped:
+        rules["zclip"] = uc.zclip()
+    return {
+        NATIVE: partial(torch.nn.utils.clip_grad_norm_, params, limit),
+        "clip_grad_norm_": partial(clip_grad_norm_, params, limit),
+        **{name: attached_step(params, rule) for name, rule in rules.items()},
+    }
+
+
+def attached_step(params: list[Any], rule: uc.Rule | uc.Chain) -> Call:
+    """Return a step that clips, and does nothing else."""
+    import torch
+
+    from uniclip.integrations.torch import attach
+
+    class NoStep(torch.optim.Optimizer):
+        """An optimizer that changes nothing."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Change nothing."""
+
+    optimizer = NoStep(params, {})
+    attach(optimizer, rule)
+
+    # The method alone would not keep the optimizer.
+    def step() -> None:
+        optimizer.step()
+
+    return step
 
 
 def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call]]:

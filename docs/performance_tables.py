@@ -12,6 +12,16 @@ Row = dict[str, Any]
 PLACES = {"torch": "PyTorch, `torch.compile`", "tensorflow": "TensorFlow, XLA", "jax": "JAX, `jit`"}
 WAYS = ("clip_grad_norm_", "attach")
 """The two ways to clip in PyTorch."""
+ADOPTED = {
+    "clip_grad_norm_": "`clip_grad_norm_`",
+    "attach": "`attach` with `by_global_norm`",
+    "nonfinite='skip'": "`by_global_norm`, `nonfinite='skip'`",
+    "zclip": "`zclip`",
+    "chain(zclip, by_global_norm)": "`chain(zclip, by_global_norm)`",
+}
+"""The rows of the README's table."""
+SHARDED = "FSDP2, 148 parameters"
+"""The README's column of two processes."""
 DTYPES = ("float32", "bfloat16")
 """The columns of the README that were measured on a GPU."""
 STEPS = {"jax": "optax under `jit`", "tensorflow": "Keras, `train_on_batch`"}
@@ -33,8 +43,13 @@ def parts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {
         "steps": table(["in a step of PyTorch", *trees], in_steps(torch, trees)),
         "readme": table(
-            ["", *[f"CPU: {tree}" for tree in trees], *[f"GPU: GPT-2, {name}" for name in DTYPES]],
-            on_both(torch, trees, gpu["rows"]),
+            [
+                "",
+                *[f"CPU: {tree}" for tree in trees[1:]],
+                f"CPU, host: {SHARDED}",
+                *[f"GPU ({gpu_of(gpu['about'])}): GPT-2, {name}" for name in DTYPES],
+            ],
+            for_adopters(torch, trees[1:], processes["rows"], gpu["rows"]),
         ),
         "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
         "rules": table(
@@ -76,16 +91,38 @@ def in_steps(rows: list[Row], trees: list[str]) -> Iterator[list[str]]:
         yield [f"`{way}`", *[" / ".join(map(number, pair)) for pair in ratios]]
 
 
-def on_both(rows: list[Row], trees: list[str], gpu: list[Row]) -> Iterator[list[str]]:
-    """Yield the speedups on a CPU and on a GPU, where `attach` was not timed alone."""
-    times = {
-        (row["dtype"], row["clipped"]): number(ratio_on_gpu(row))
-        for row in gpu
-        if row["what"] == "global norm, GPT-2"
-    }
-    for way, cells in zip(WAYS, in_steps(rows, trees), strict=True):
-        both = [f"{times[dtype, False]} / {times[dtype, True]}" for dtype in DTYPES]
-        yield [*cells, *(both if way == "clip_grad_norm_" else ["-"] * len(DTYPES))]
+def for_adopters(
+    steps: list[Row], trees: list[str], processes: list[Row], gpu: list[Row]
+) -> Iterator[list[str]]:
+    """Yield the times of PyTorch's function and of `attach`, and the speedups by rule: on a CPU, of
+    the host in one process of two, and on a GPU, where few rules were timed.
+    """
+    columns = [[row for row in steps if row["what"] == tree] for tree in trees]
+    columns.append([row for row in processes if row["what"] == SHARDED])
+    for title, name in (("PyTorch's `clip_grad_norm_`", "native"), ("`attach`", "attach")):
+        cells = [pair([duration(row["us"][name]) for row in some]) for some in columns]
+        yield [f"{title}, time", *cells, *["-"] * len(DTYPES)]
+
+    for name, title in ADOPTED.items():
+        what = f"{'global norm' if name == 'clip_grad_norm_' else name}, GPT-2"
+        cells = []
+        for some in columns:
+            ratios = [row["times"][name][1] if name in row["times"] else None for row in some]
+            cells.append(pair(list(map(speedup, ratios))))
+        for dtype in DTYPES:
+            timed = [row for row in gpu if (row["what"], row["dtype"]) == (what, dtype)]
+            cells.append(pair([speedup(ratio_on_gpu(row)) for row in timed]))
+        yield [title, *cells]
+
+
+def pair(cells: list[str]) -> str:
+    """Return what was found in a step that is not clipped / clipped, ``-`` if nothing was."""
+    return " / ".join(cells) if set(cells) - {"-"} else "-"
+
+
+def speedup(ratio: float | None) -> str:
+    """Return a speedup, bold if uniclip is slower, ``-`` if there is none."""
+    return "-" if ratio is None else bold_if_slower(number(ratio), float(number(ratio)))
 
 
 def quartiles(rows: list[Row]) -> Iterator[list[str]]:
@@ -238,6 +275,12 @@ def gpu_versions(about: dict[str, Any]) -> str:
     """Return on which GPU, when, and with which versions the rows were measured, in a sentence."""
     packages = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return f"Measured on one {about['device']} in {about['date']} ({about['what']}; {packages})."
+
+
+def gpu_of(about: dict[str, Any]) -> str:
+    """Return what was measured on which GPU, for the head of a column."""
+    what = about["what"].partition(" ")[0]
+    return f"{what}, {about['device'].split()[-1]}, PyTorch {about['versions']['torch']}"
 
 
 def versions(about: dict[str, Any]) -> str:

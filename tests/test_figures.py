@@ -48,6 +48,16 @@ def tally() -> dict[str, list[str]]:
     return {name: marks for name, *marks in cells(data("compared-pages")["parts"]["tally"])[2:]}
 
 
+def wrong_of(library: str) -> str:
+    """Return in how many cases that apply a library is wrong, without those of negative limits."""
+    cases = data("compared-pages")["parts"]["cases-limits"].split("\n\n**")
+    negative = "\n".join(case for case in cases if "A negative limit" in case)
+    of_negative = re.findall(rf"- \*{library}\* +(.*)", negative)
+    right, wrong, error = (int(count) for count in tally()[library][:3])
+    applies = right + wrong + error - sum(result != "\u2013" for result in of_negative)
+    return f"{wrong - sum('✗' in result for result in of_negative)} of {applies}"
+
+
 def lowest(package: str) -> str:
     """Return the lowest supported version of a package."""
     return found("pyproject.toml", rf'"{package}>=([\d.]+)["; ]')
@@ -71,15 +81,14 @@ LOWEST_TORCH, COMPILED_TORCH = lowest("torch"), torch_of("torch-2-11")
 def of_readme() -> list[str]:
     """Return the README's sentences with figures."""
     libraries = "PyTorch", "TensorFlow", "Keras", "optax", "MLX"
-    counts = {name: [int(count) for count in tally()[name]] for name in libraries}
-    wrong = [f"{name} {count[1]} of {sum(count[:3])}" for name, count in counts.items()]
+    wrong = [f"{name} {wrong_of(name)}" for name in libraries]
     cpu, gpu = data("speed-step")["about"], data("speed-gpu")["about"]
     return [
-        f"It has {RULES} published clipping rules:",
+        f"It has {RULES} published clipping rules,",
         f"in: {', '.join(wrong)}. In all five",
         f"uniclip is right in all {RIGHT}. See",
         f"CPU ({cpu['cores']} cores of an {cpu['cpu']}): time of the clipping call",
-        f"GPU ({gpu['device']}): GPU time, {gpu['what']}; `attach`",
+        f"GPU: GPU time, {gpu['what']}; the release has not been measured",
         f"with Python {PYTHONS[0]} or later",
         f"(Python {MAIN_PYTHON}; the tests take",
     ]
