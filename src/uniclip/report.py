@@ -65,7 +65,7 @@ class StepValues(NamedTuple):
     def arranged_norms(self) -> Any:
         """Return the norms as the report has them."""
         plan = self.plan
-        return plan.arrange(list(map(plan.math.to_library, self.norms)))
+        return plan.arrange(list(map(plan.space.to_library, self.norms)))
 
     def report(self) -> Report:
         """Return the report of a step; of compiled code one that is filled,
@@ -73,8 +73,8 @@ class StepValues(NamedTuple):
         """
         # What compiled code returns must be a container that its compiler opens.
         report = LazyReport(self)
-        math_ = self.plan.math
-        if math_.compiled and not math_.library.opens_nodes:
+        space = self.plan.space
+        if space.compiled and not space.library.opens_nodes:
             return FilledReport(*report)
         return report
 
@@ -264,16 +264,16 @@ class LazyReport(Report):
         if self._values is None:
             return super().outlives_step()
         # The spine takes no compiled step.
-        return callable(self._values) or not self._values.plan.math.compiled
+        return callable(self._values) or not self._values.plan.space.compiled
 
     def was_skipped(self) -> bool:
         """Return whether a step was skipped, if the host reads that at no cost."""
         values = self.values
         if values is None or values.skipped is None:
             return False
-        math_ = values.plan.math
+        space = values.plan.space
         # Reading a flag on an accelerator would make every step wait for the device.
-        return (math_.host or math_.library.readable(values.skipped)) and bool(values.skipped)
+        return (space.host or space.library.readable(values.skipped)) and bool(values.skipped)
 
     def without_skip(self) -> Report:
         """Return it without ``skipped``."""
@@ -299,24 +299,24 @@ class LazyReport(Report):
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not norms or some_absent or any([0 in n.shape for n in norms]):
             return super().scalars()
-        with plan.math.backend.computation_context(norms[0]):
-            limits = list(map(plan.math.cast_limit, values.limits, norms))
-            thresholds = list(map(plan.math.cast_limit, values.thresholds or (), norms))
+        with plan.space.backend.computation_context(norms[0]):
+            limits = list(map(plan.space.cast_limit, values.limits, norms))
+            thresholds = list(map(plan.space.cast_limit, values.thresholds or (), norms))
             scalars = scalars_of(
-                plan.math.backend, norms, limits, values.factors, values.skipped, thresholds
+                plan.space.backend, norms, limits, values.factors, values.skipped, thresholds
             )
-            return {name: plan.math.to_library(value) for name, value in scalars.items()}
+            return {name: plan.space.to_library(value) for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
         _check_name(name)
         if name in self._fields or self.values is None:
             return self._fields[name]
-        math_ = self.values.plan.math
+        space = self.values.plan.space
         norms = self.values.norms
-        with math_.backend.computation_context(norms[0] if norms else None):
+        with space.backend.computation_context(norms[0] if norms else None):
             field = _arrange(self.values, name)
         # A tracer of one branch must not be found in another.
-        if not math_.compiled:
+        if not space.compiled:
             self._fields[name] = field
         return field
 
@@ -336,31 +336,31 @@ class LazyReport(Report):
         wherever it is printed.
         """
         values = self._values
-        compiled = isinstance(values, StepValues) and values.plan.math.compiled
+        compiled = isinstance(values, StepValues) and values.plan.space.compiled
         return _WITHOUT_VALUES if compiled else super().__str__()
 
 
 def _arrange(values: StepValues, name: str) -> Any:
     """Return a field in arrays of the gradients' library."""
     plan = values.plan
-    math_ = values.plan.math
-    xp = values.plan.math.xp
+    space = values.plan.space
+    xp = values.plan.space.xp
     if name == "clipped":
-        same = math_.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
-        return math_.to_library(xp.logical_not(same))
+        same = space.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
+        return space.to_library(xp.logical_not(same))
 
     if name == "finite":
-        return math_.to_library(math_.finite(values.norms, values.elements_finite))
+        return space.to_library(space.finite(values.norms, values.elements_finite))
 
     arrays = getattr(values, name)
     if arrays is None:
         return None
     if name == "skipped":
-        return math_.to_library(arrays)
+        return space.to_library(arrays)
     # Limits may be numbers, and have fewer elements than the norms.
     if name in {"limits", "thresholds"}:
         arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
-    return plan.arrange(list(map(math_.to_library, arrays)))
+    return plan.arrange(list(map(space.to_library, arrays)))
 
 
 def _rebuild(_: None, fields: Iterable[Any]) -> LazyReport:
@@ -504,7 +504,7 @@ def backend_in(tree: Any) -> Backend | None:
     """
     for part in optree.tree_leaves(tree, is_leaf=has_values, namespace=NAMESPACE):
         if has_values(part):
-            return part.values.plan.math.library
+            return part.values.plan.space.library
         backend = backend_of(part)
         if backend is not None:
             return backend

@@ -23,7 +23,7 @@ from uniclip.report import Report
 from uniclip.scopes import everything
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 LIMIT_FOR_EACH_LAYER = (
     "write uc.Rule(uc.limits.PerGroup({'body': 0.1, 'head': 1.0}), "
@@ -32,7 +32,7 @@ LIMIT_FOR_EACH_LAYER = (
 )
 """How to limit each example's gradient layer by layer, for errors."""
 
-Apply: TypeAlias = "Callable[[Choices, OpenedTree, Plan, Sequence[Factors]], list[Any]]"
+Apply: TypeAlias = "Callable[[RuleSpec, OpenedTree, Plan, Sequence[Factors]], list[Any]]"
 """A function that returns the leaves of a step's result, given the opened gradients and the factors
 of each block.
 """
@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
 
 
 def scale_leaves(
-    rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
+    rule: RuleSpec, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
 ) -> list[Any]:
     """Return the leaves multiplied by their factors, in place if the tree was opened for that."""
     # Most steps clip nothing: a leaf whose factor is 1 is not read, and is returned as it is.
@@ -83,7 +83,7 @@ def scale_leaves(
 
 
 def sum_examples(
-    rule: Choices, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
+    rule: RuleSpec, tree: OpenedTree, plan: Plan, factors: Sequence[Factors]
 ) -> list[Any]:
     """Return the clipped gradients summed over the examples, their first axis."""
     _check_summable(tree, plan)
@@ -94,7 +94,7 @@ def sum_examples(
     # Many rounded examples would add up to a rounding error: they are summed in float32 or wider.
     arrays = take(tree.arrays, present)
     wide = [cast(xp, array, xp.result_type(array.dtype, xp.float32)) for array in arrays]
-    of_library = list(map(plan.math.to_library, factors))
+    of_library = list(map(plan.space.to_library, factors))
     products = plan.products(tree, present, of_library, zero=rule.zeroes)
     sums = backend.scale(products._replace(arrays=wide, in_place=False, summed=True))
 

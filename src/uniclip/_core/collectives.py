@@ -47,8 +47,8 @@ from uniclip.backends.base import (
 from uniclip.scopes import Scope
 
 if TYPE_CHECKING:
-    from uniclip._core.plan import Plan
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
+    from uniclip._core.sizes import Layout
 
 REDUCTION_CACHE_SIZE = 64
 """The largest number of reductions in the cache of a rule."""
@@ -104,7 +104,7 @@ class Reduction:
 
         return reduced
 
-    def agree(self, rule: Choices, names: list[str] | None, math_: NormSpace) -> None:
+    def agree(self, rule: RuleSpec, names: list[str] | None, space: NormSpace) -> None:
         """Compare the rules and the norms of all processes, and count the processes.
 
         Called at the first step. All processes raise or none does, since they compare one sum: if
@@ -115,7 +115,7 @@ class Reduction:
         rule : Rule
         names : list of str or None
             The groups or leaves of all norms; ``None`` if there is one norm.
-        math_ : NormSpace
+        space : NormSpace
 
         Raises
         ------
@@ -127,12 +127,12 @@ class Reduction:
         rows: Any = 1 if names is None else names
         words = _digest(f"{choices} {self.shared is not None} {rows}")
         squares = [word * word for word in words]
-        sent = np.asarray([1.0, not math_.narrow, *words, *squares])
-        with math_.library.allow_float64():
-            [total] = reduce_payload(math_, [sent], "sum", self)
+        sent = np.asarray([1.0, not space.narrow, *words, *squares])
+        with space.library.allow_float64():
+            [total] = reduce_payload(space, [sent], "sum", self)
 
         # n numbers are equal if n times the sum of their squares is the square of their sum.
-        totals = np.asarray(math_.read(total), np.float64)
+        totals = np.asarray(space.read(total), np.float64)
         count, wide = totals[:2]
         if not np.allclose(count * totals[6:], totals[2:6] ** 2, rtol=1e-12):
             msg = (
@@ -241,8 +241,8 @@ class Collectives:
 
     def __init__(
         self,
-        plan: Plan,
-        rule: Choices,
+        plan: Layout,
+        rule: RuleSpec,
         trees: Sequence[OpenedTree],
         reduction: Reduction | None,
     ) -> None:
@@ -253,7 +253,7 @@ class Collectives:
 
         ``None`` if no leaf has replicas.
         """
-        if self.replicas is not None and 0 in self.replicas and plan.math.compiled:
+        if self.replicas is not None and 0 in self.replicas and plan.space.compiled:
             msg = (
                 "shared= marks replicas, and compiled code does not know how many processes hold "
                 "one: pass named axes as all_reduce=, or run one step before it is compiled"
@@ -268,7 +268,7 @@ class Collectives:
 
         # Compilers do not trace the calls that list the processes of a group.
         groups = _groups_of_meshes(trees)
-        self.mesh_groups = groups if plan.math.compiled else _cover(groups)
+        self.mesh_groups = groups if plan.space.compiled else _cover(groups)
         """As few groups of processes as cover all that hold shards.
 
         They reduce what belongs to no leaf, such as losses.
@@ -279,7 +279,7 @@ class Collectives:
         # Replicas that are reduced by themselves may differ in the last bit. Where a rule decides
         # more than a factor, all processes have to decide alike, so all reduce every sum.
         self._everywhere: list[Any] = []
-        if rule.must_agree and not (self.norms_sharded or plan.math.derives):
+        if rule.must_agree and not (self.norms_sharded or plan.space.derives):
             self._everywhere = groups
         self._shard_sums: dict[Hashable, ShardSums] = {}
 
@@ -294,17 +294,17 @@ class Collectives:
         else:
             blocks = []
             for tree, of_tree in zip(trees, terms, strict=True):
-                blocks += self._plan.math.sums(tree, of_tree)
+                blocks += self._plan.space.sums(tree, of_tree)
             # Whole leaves of meshes, or norms whose axes are all sharded.
             for group in self.mesh_groups:
                 extras = Payload(payload.losses, payload.nonfinite_arrays)
-                extras = extras.fill(reduce_payload(self._plan.math, extras.arrays, "sum", group))
+                extras = extras.fill(reduce_payload(self._plan.space, extras.arrays, "sum", group))
                 payload = extras._replace(present=payload.present, sizes=payload.sizes)
 
         if self.reduction is None:
             return blocks, payload
         op = op_of(terms[0].p) if terms else "sum"
-        arrays = reduce_payload(self._plan.math, [*blocks, *payload.arrays], op, self.reduction)
+        arrays = reduce_payload(self._plan.space, [*blocks, *payload.arrays], op, self.reduction)
         return arrays[: len(blocks)], payload.fill(arrays[len(blocks) :])
 
     def weigher(
@@ -315,7 +315,7 @@ class Collectives:
 
         ``None`` if no leaf can have replicas.
         """
-        shards = tree.shards if self._plan.math.derives else {}
+        shards = tree.shards if self._plan.space.derives else {}
         if self.replicas is None and not shards:
             return None
         return partial(self._weigh, shards, p, self._plan.order if order is None else order)
@@ -345,7 +345,7 @@ class Collectives:
         """Return the sums of each block of each tree, and the payload, reduced over the processes
         that hold the shards of each leaf.
         """
-        math_ = self._plan.math
+        space = self._plan.space
         op = op_of(terms[0].p) if terms else "sum"
         shard_sums = self._shard_sums_of(trees, counts=payload.present is not None)
         vector = shard_sums.sum_here(trees, terms, self.weigher, op)
@@ -354,7 +354,7 @@ class Collectives:
             sent = shard_sums.select(vector, group)
             carries = group in self.mesh_groups
             carried = extras.arrays if carries else []
-            reduced = reduce_payload(math_, [*sent, *carried], op, group)
+            reduced = reduce_payload(space, [*sent, *carried], op, group)
             vector = shard_sums.put_back(vector, group, reduced[: len(sent)])
             if carries:
                 extras = extras.fill(reduced[len(sent) :])
@@ -383,13 +383,13 @@ class Collectives:
         """
         if not self.norms_sharded:
             return flags
-        math_ = self._plan.math
-        xp = self._plan.math.xp
+        space = self._plan.space
+        xp = self._plan.space.xp
         # The reductions are sum and max: all flags are true if the largest of their negations is 0.
         for group in self.mesh_groups:
             negations = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
-            largest = reduce_payload(math_, negations, "max", group)
-            flags = math_.as_norms([negation < 1 for negation in largest])
+            largest = reduce_payload(space, negations, "max", group)
+            flags = space.as_norms([negation < 1 for negation in largest])
 
         return flags
 
@@ -440,7 +440,7 @@ class _Part(NamedTuple):
         return [] if self.present else [0.0] * self.size
 
 
-def _parts_of(plan: Plan, tree: OpenedTree, source: int) -> list[_Part]:
+def _parts_of(plan: Layout, tree: OpenedTree, source: int) -> list[_Part]:
     """Return the parts of all norms, those with the same processes side by side in each block."""
     norms = iter(plan.members)
     parts: list[_Part] = []
@@ -453,7 +453,7 @@ def _parts_of(plan: Plan, tree: OpenedTree, source: int) -> list[_Part]:
                 groups = ()
                 if shard is not None:
                     # A derivative counts each replica, so all of them are reduced.
-                    groups = shard.groups(plan.axes[leaf], replicas=plan.math.derives)
+                    groups = shard.groups(plan.axes[leaf], replicas=plan.space.derives)
                 by_groups.setdefault(groups, []).append(leaf)
 
             for groups, leaves in by_groups.items():
@@ -469,7 +469,7 @@ def _parts_of(plan: Plan, tree: OpenedTree, source: int) -> list[_Part]:
     return parts
 
 
-def _kept_of(plan: Plan, tree: OpenedTree, leaf: int) -> tuple[int, ...]:
+def _kept_of(plan: Layout, tree: OpenedTree, leaf: int) -> tuple[int, ...]:
     """Return the lengths of the axes of a leaf that its norms keep, in this process."""
     shard = tree.shard(leaf)
     shape = tree.arrays[leaf].shape if shard is None else shard.local
@@ -484,7 +484,7 @@ class ShardSums:
     same in all processes. Elements are found by arrays of indices, which are made once.
     """
 
-    def __init__(self, plan: Plan, parts: list[_Part], everywhere: Sequence[ShardGroup]) -> None:
+    def __init__(self, plan: Layout, parts: list[_Part], everywhere: Sequence[ShardGroup]) -> None:
         self._plan = plan
         self._everywhere = tuple(everywhere)
         # Computed sums come first in the vector.
@@ -574,7 +574,7 @@ class ShardSums:
         op: Op,
     ) -> Any:
         """Return the vector of this process."""
-        math_ = self._plan.math
+        space = self._plan.space
         arrays: list[Any] = []
         for tree, of_tree, order in zip(trees, terms, self._orders, strict=True):
             in_order = of_tree._replace(
@@ -584,12 +584,12 @@ class ShardSums:
                 axes=of_tree.axes and take(of_tree.axes, order.numbers),
                 weigh=weigher(tree, of_tree.p, order.leaves),
             )
-            arrays += math_.sums(tree, in_order)
+            arrays += space.sums(tree, in_order)
 
-        constants, weights = math_.constants([self._constants, self._weights])
+        constants, weights = space.constants([self._constants, self._weights])
         if self._constants.size or not arrays:
             arrays.append(constants)
-        vector = math_.join(arrays)
+        vector = space.join(arrays)
         # Replicas do not change a maximum.
         return vector if weights is None or op == "max" else vector * weights
 
@@ -597,7 +597,7 @@ class ShardSums:
         """Return what a group reduces, as one array; nothing if no sum belongs to it."""
         if group not in self._sent:
             return []
-        return [self._plan.math.take(vector, self._sent[group].indices)]
+        return [self._plan.space.take(vector, self._sent[group].indices)]
 
     def put_back(self, vector: Any, group: ShardGroup, reduced: list[Any]) -> Any:
         """Return the vector with reduced elements."""
@@ -606,18 +606,18 @@ class ShardSums:
         back = self._sent[group].back
         if back is None:
             return reduced[0]
-        math_ = self._plan.math
-        return math_.take(math_.join([vector, *reduced]), back)
+        space = self._plan.space
+        return space.take(space.join([vector, *reduced]), back)
 
     def to_blocks(self, vector: Any, op: Op) -> list[Any]:
         """Return the sums of each block of each tree, then the counts of each block."""
-        math_ = self._plan.math
+        space = self._plan.space
         if self._has_zeros:
-            vector = math_.join([vector, *math_.constants([_ZERO])])
+            vector = space.join([vector, *space.constants([_ZERO])])
         blocks = []
         for layers, shape in self._rows:
-            addends = [math_.take(vector, layer, shape) for layer in layers]
-            blocks.append(math_.add(addends, op))
+            addends = [space.take(vector, layer, shape) for layer in layers]
+            blocks.append(space.add(addends, op))
         return blocks
 
 
@@ -654,7 +654,7 @@ class _Order(NamedTuple):
     """How many parts are summed together: those of one block and of the same processes."""
 
 
-def _order_of(plan: Plan, parts: Sequence[_Part], source: int) -> _Order:
+def _order_of(plan: Layout, parts: Sequence[_Part], source: int) -> _Order:
     """Return the order in which the sums of a tree are computed."""
     leaves: list[int] = []
     counts = []
@@ -759,7 +759,7 @@ def _describe_choice(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}({described})"
 
 
-def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int] | None:
+def _replicas_of(plan: Layout, tree: OpenedTree, reduction: Reduction) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if no leaf has replicas."""
     present = tree.leaf_info.present
     arrays = take(tree.arrays, present)
@@ -775,7 +775,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
         marked = list(map(bool, take(shared, present)))
 
     # In JAX, for example, the type of an array says along which axes it is replicated.
-    counts = plan.math.library.replicas(
+    counts = plan.space.library.replicas(
         arrays, reduction.all_reduce, marked, lambda n: tree.place(present[n])
     )
     if counts is not None:
@@ -798,7 +798,7 @@ def _replicas_of(plan: Plan, tree: OpenedTree, reduction: Reduction) -> list[int
 
 
 def reduce_payload(
-    math_: NormSpace, arrays: list[Any], op: Op, reduction: Reduction | ShardGroup
+    space: NormSpace, arrays: list[Any], op: Op, reduction: Reduction | ShardGroup
 ) -> list[Any]:
     """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
 
@@ -806,32 +806,32 @@ def reduce_payload(
     """
     if not arrays:
         return []
-    backend = math_.library
-    xp: Any = math_.library.xp
+    backend = space.library
+    xp: Any = space.library.xp
     local = [np.asarray(x) if isinstance(x, (float, *NUMPY)) else x for x in arrays]
-    if math_.host and all([isinstance(array, np.ndarray) for array in local]):
+    if space.host and all([isinstance(array, np.ndarray) for array in local]):
         # NumPy concatenates small arrays with less overhead than a framework.
         concatenated = np.concatenate([array.ravel() for array in local])
-        vector = math_.to_library(concatenated.astype(np.float64, copy=False))
+        vector = space.to_library(concatenated.astype(np.float64, copy=False))
     else:
-        local = list(map(math_.to_library, local))
+        local = list(map(space.to_library, local))
         # XLA makes one reduction of many.
-        if math_.separate:
+        if space.separate:
             reduced = []
             for array in local:
-                wide = cast(xp, array, math_.sum_dtype)
-                reduced.append(_reduce(math_, wide, op, reduction))
+                wide = cast(xp, array, space.sum_dtype)
+                reduced.append(_reduce(space, wide, op, reduction))
             return reduced
 
         flat = []
         for array in local:
             here = backend.to_device_of(local[0], array)
-            flat.append(xp.reshape(cast(xp, here, math_.sum_dtype), (-1,)))
+            flat.append(xp.reshape(cast(xp, here, space.sum_dtype), (-1,)))
         vector = xp.concat(flat, axis=0)
 
     # One reduction costs a latency; a longer vector costs next to nothing.
-    vector = _reduce(math_, vector, op, reduction)
-    view = backend.as_numpy(vector) if math_.host else None
+    vector = _reduce(space, vector, op, reduction)
+    view = backend.as_numpy(vector) if space.host else None
     if view is not None:
         xp = np
         vector = view
@@ -850,16 +850,16 @@ def _split(xp: Any, vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]
     return arrays
 
 
-def _reduce(math_: NormSpace, array: Any, op: Op, reduction: Reduction | ShardGroup) -> Any:
+def _reduce(space: NormSpace, array: Any, op: Op, reduction: Reduction | ShardGroup) -> Any:
     """Return an array reduced over the processes of a `Reduction` or of a group of shards."""
     reduce: Reduce
     if isinstance(reduction, Reduction):
-        reduce = partial(reduction.reduce, math_.library)
+        reduce = partial(reduction.reduce, space.library)
     else:
         reduce = reduction.reduce
     if op == "sum":
         return reduce(array, op)
-    return _reduce_to_largest(math_.library.xp, array, reduce)
+    return _reduce_to_largest(space.library.xp, array, reduce)
 
 
 def _reduce_to_largest(xp: Any, value: Any, reduce: Reduce) -> Any:

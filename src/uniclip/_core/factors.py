@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip._core.blocks import Measured
 from uniclip._core.limiting import NUMBERS, raise_if_numpy
-from uniclip._core.measure import Measured, StepInputs
+from uniclip._core.measure import StepInputs
 from uniclip._core.norm_space import zero_or_nan
 from uniclip._core.plan import Plan
 from uniclip._errors import summarize
@@ -33,7 +34,7 @@ from uniclip.curves import (
 )
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 
 _QUOTIENTS = (normalize, smooth, soft, tanh)
@@ -55,12 +56,12 @@ def compute_factors(
     bounded = isinstance(rule.curve, RejectAbove)
     only_measures = isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded
     if only_measures:
-        return [plan.math.xp.ones_like(norms) for norms in measured.norms]
+        return [plan.space.xp.ones_like(norms) for norms in measured.norms]
 
     factors = []
     for norms, finite, of_block in zip(measured.norms, measured.finite_norms, limits, strict=True):
-        if isinstance(of_block, NUMBERS) and of_block >= plan.math.largest_norm and not bounded:
-            factors.append(plan.math.xp.ones_like(norms) + zero_or_nan(norms))
+        if isinstance(of_block, NUMBERS) and of_block >= plan.space.largest_norm and not bounded:
+            factors.append(plan.space.xp.ones_like(norms) + zero_or_nan(norms))
         else:
             factors.append(_factors_of_block(rule, plan, norms, finite, of_block))
 
@@ -75,45 +76,45 @@ def zero_where_skipped(
     By the policy ``"skip"`` that is the whole step, if ``step_finite`` is false. By others it is
     each norm that is not finite, and ``step_finite`` is ``None``.
     """
-    math_ = plan.math
+    space = plan.space
     zeroed = []
     for norms, finite, of_block in zip(measured.norms, measured.finite_norms, factors, strict=True):
         if step_finite is not None:
-            kept = math_.backend.to_device_of(norms, step_finite)
+            kept = space.backend.to_device_of(norms, step_finite)
         else:
-            kept = math_.each_finite(norms, finite)
+            kept = space.each_finite(norms, finite)
 
-        zeroed.append(math_.xp.where(kept, of_block, 0.0))
+        zeroed.append(space.xp.where(kept, of_block, 0.0))
 
     return zeroed
 
 
 def _factors_of_block(
-    rule: Choices, plan: Plan, norms: Norms, finite_norms: Norms, limits: float | Limits
+    rule: RuleSpec, plan: Plan, norms: Norms, finite_norms: Norms, limits: float | Limits
 ) -> Factors:
     """Return the factors of a block whose norms may be limited."""
-    math_ = plan.math
-    xp = plan.math.xp
+    space = plan.space
+    xp = plan.space.xp
     is_number = isinstance(limits, NUMBERS)
     as_array: Any = xp.asarray(limits, dtype=norms.dtype) if is_number else limits
     as_array = cast(xp, as_array, norms.dtype)
 
     # Compilers turn a division by a constant into a product with its reciprocal. A subnormal
     # reciprocal may be flushed to 0.
-    has_reciprocal = is_number and 0 < limits <= math_.largest_norm / 4
+    has_reciprocal = is_number and 0 < limits <= space.largest_norm / 4
     divide = divide_by_larger if has_reciprocal else divide_where_above
     # On an accelerator each operation starts a kernel, and these formulas need half as many.
-    if math_.on_device and rule.curve is hard:
+    if space.on_device and rule.curve is hard:
         return divide(xp, finite_norms, as_array)
-    if math_.on_device and has_reciprocal and isinstance(rule.curve, RejectAbove):
+    if space.on_device and has_reciprocal and isinstance(rule.curve, RejectAbove):
         factors = divide(xp, finite_norms, as_array)
         return xp.where(finite_norms > rule.curve.bound, 0.0, factors)
 
     # Not `finite_norms`, into which a limit may have written.
     if rule.curve is hard:
         call: Any = partial(hard, xp)
-        if math_.mode == TRACED:
-            call = math_.backend.fast_values(divide, hard)
+        if space.mode == TRACED:
+            call = space.backend.fast_values(divide, hard)
         return call(norms + zero_or_nan(norms), as_array)
 
     factors = _ask_curve(rule, plan, norms, as_array) + zero_or_nan(norms)
@@ -124,17 +125,17 @@ def _factors_of_block(
     return factors + zero_or_nan(as_array)
 
 
-def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Factors:
+def _ask_curve(rule: RuleSpec, plan: Plan, norms: Norms, limits: Limits) -> Factors:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
-    math_ = plan.math
-    xp = plan.math.xp
+    space = plan.space
+    xp = plan.space.xp
     curve: Any = rule.curve
     # PyTorch 2.11 and 2.12 do not compile a call of an object that is made in compiled code, but do
     # compile its `__call__`. That of a function, which most curves are, no compiler knows.
     call: Any = partial(curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve, xp)
     # The derivatives of a quotient may leave the range of its values' dtype.
-    if math_.mode == TRACED and curve in _QUOTIENTS:
-        call = math_.backend.fast_values(curve, curve)
+    if space.mode == TRACED and curve in _QUOTIENTS:
+        call = space.backend.fast_values(curve, curve)
     try:
         factors = call(norms, limits)
     except (TypeError, AttributeError, RuntimeError) as error:
@@ -155,7 +156,7 @@ def _ask_curve(rule: Choices, plan: Plan, norms: Norms, limits: Limits) -> Facto
     factors = xp.asarray(factors, dtype=norms.dtype)
     if never_amplifies(curve):
         return factors
-    factors = xp.where(factors > math_.largest_factor, math_.largest_factor, factors)
+    factors = xp.where(factors > space.largest_factor, space.largest_factor, factors)
     # A condition on another device would have to be read, which waits for that device.
-    limits = math_.backend.to_device_of(norms, limits)
-    return xp.where(limits >= math_.largest_norm, xp.ones_like(factors), factors)
+    limits = space.backend.to_device_of(norms, limits)
+    return xp.where(limits >= space.largest_norm, xp.ones_like(factors), factors)

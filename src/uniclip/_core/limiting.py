@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from uniclip._core.measure import Measured, StepInputs, zero_norms
+from uniclip._core.blocks import Measured
+from uniclip._core.measure import StepInputs, zero_norms
 from uniclip._core.plan import Plan, raise_if_rows
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import real, summarize
@@ -24,7 +25,7 @@ from uniclip.backends.base import NUMPY
 from uniclip.limits import Constant, Context, Limit, NoState, PerGroup, Relative
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 NUMBERS = (float, int, np.float32, np.bool_)
 """The types of a limit that is a plain number.
@@ -33,13 +34,13 @@ NUMBERS = (float, int, np.float32, np.bool_)
 """
 
 
-def first_state(rule: Choices, tree: OpenedTree, plan: Plan) -> Any:
+def first_state(rule: RuleSpec, tree: OpenedTree, plan: Plan) -> Any:
     """Return the state before the first step."""
     norms = zero_norms(plan, tree)
     zeros = Measured(norms, norms)
     states = []
     for number in range(len(plan.blocks)):
-        context = Context(plan.math.library, plan.blocks, zeros, number)
+        context = Context(plan.space.library, plan.blocks, zeros, number)
         state: Any = rule.limit.init(context.norms, context)
         _check_arrays(rule, plan, optree.tree_leaves(state))
         states.append(state)
@@ -60,7 +61,7 @@ def find_limits(
 
 
 def _ask_limit(
-    rule: Choices, plan: Plan, state: Any, measured: Measured
+    rule: RuleSpec, plan: Plan, state: Any, measured: Measured
 ) -> tuple[list[Any], list[Any] | None, Any]:
     """Return what `find_limits` returns, for a limit that is no constant."""
     limit = rule.limit
@@ -74,7 +75,7 @@ def _ask_limit(
         states = [state] if len(norms) == 1 else state
 
     sharded = plan.collectives is not None and plan.collectives.norms_sharded
-    make = partial(Context, plan.math.backend, plan.norm_blocks, measured)
+    make = partial(Context, plan.space.backend, plan.norm_blocks, measured)
     contexts = []
     limits = []
     new_states = []
@@ -108,19 +109,19 @@ def _check_threshold(plan: Plan, context: Context, limits: Any, *, in_range: boo
     if context.threshold is None:
         return limits
     check_shape("threshold", context.threshold, context.norms)
-    return context.threshold if in_range else plan.math.at_most_largest(context.threshold)
+    return context.threshold if in_range else plan.space.at_most_largest(context.threshold)
 
 
-def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
+def _ask_about_block(rule: RuleSpec, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
     """Return the limits of a block's norms, and its next state."""
     limit = rule.limit
-    math_ = plan.math
+    space = plan.space
     # Without any gradient, the shape of the norms is unknown, and the block keeps its state.
     if limit.stateful and context.absent and all(context.absent):
         return math.inf, state
 
     # A state may come from a file or another device.
-    old = optree.tree_map(partial(math_.state_to_norms, context.norms), state)
+    old = optree.tree_map(partial(space.state_to_norms, context.norms), state)
     try:
         # Not `limit(...)`: PyTorch 2.11 and 2.12 do not compile a call of an object that is made
         # in compiled code, but do compile its `__call__`.
@@ -149,9 +150,9 @@ def _ask_about_block(rule: Choices, plan: Plan, context: Context, state: Any) ->
     return limits, _keep_state(rule, plan, context, new, old)
 
 
-def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any) -> Any:
+def _keep_state(rule: RuleSpec, plan: Plan, context: Context, new: Any, old: Any) -> Any:
     """Return the next state of a block as detached arrays of the library."""
-    math_ = plan.math
+    space = plan.space
     # The states of uniclip's own limits keep their shapes.
     if not rule.limits_checked:
         _check_shapes(rule, plan, new, old)
@@ -168,24 +169,24 @@ def _keep_state(rule: Choices, plan: Plan, context: Context, new: Any, old: Any)
     elif absent is not None:
         new = _restore_absent_rows(plan, new, old, absent)
 
-    if math_.host:
-        return optree.tree_map(lambda array: math_.to_library(np.asarray(array)), new)
-    return optree.tree_map(math_.library.detach, new)
+    if space.host:
+        return optree.tree_map(lambda array: space.to_library(np.asarray(array)), new)
+    return optree.tree_map(space.library.detach, new)
 
 
 def find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
     """Return flags of the rows of a block whose gradients are all absent, ``None`` if none is."""
     if present is not None:
-        return plan.math.xp.logical_not(present)
+        return plan.space.xp.logical_not(present)
     if not absent:
         return None
-    [flags] = plan.math.constants([np.asarray(absent)])
+    [flags] = plan.space.constants([np.asarray(absent)])
     return flags
 
 
 def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Tensor) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
-    xp = plan.math.xp
+    xp = plan.space.xp
     count = absent.shape[0]
 
     def restore(new: Tensor, old: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Tensor) -> Any:
         if not has_rows and count > 1:
             return new
         shape = (count,) + (1,) * (len(new.shape) - 1) if has_rows else ()
-        flags = plan.math.backend.to_device_of(new, xp.reshape(absent, shape))
+        flags = plan.space.backend.to_device_of(new, xp.reshape(absent, shape))
         return xp.where(flags, old, new)
 
     return optree.tree_map(restore, new, old)
@@ -205,7 +206,7 @@ def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
 
     Users write limits with the functions of their framework, which refuse NumPy's arrays.
     """
-    if plan.math.backend is not plan.math.library and "numpy" in str(error):
+    if plan.space.backend is not plan.space.library and "numpy" in str(error):
         msg = (
             f"{summarize(choice)}: {error}. If the host can read the gradients, norms are NumPy's "
             "arrays: use the functions of context.xp in a limit, and of xp in a curve, not those "
@@ -217,7 +218,7 @@ def raise_if_numpy(plan: Plan, choice: object, error: Exception) -> None:
 # Validate limits and states.
 
 
-def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = None) -> Any:
+def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: RuleSpec | None = None) -> Any:
     """Return limits in the range of the norms' dtype.
 
     With ``rule`` the limits are those that its limit has returned: built-in ones need no check, and
@@ -228,10 +229,10 @@ def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = 
     TypeError, ValueError
         If they have the wrong shape, or a limit that can be read is negative or NaN.
     """
-    math_ = plan.math
-    xp = plan.math.xp
-    backend = plan.math.backend
-    largest = math_.largest_norm
+    space = plan.space
+    xp = plan.space.xp
+    backend = plan.space.backend
+    largest = space.largest_norm
     if isinstance(limits, NUMBERS):
         if not limits >= 0:
             # A limit computed from a norm that is not finite may be NaN.
@@ -247,21 +248,21 @@ def _check_limits(plan: Plan, limits: Any, norms: Norms, rule: Choices | None = 
     if not (checked or isinstance(limits, np.ndarray)):
         return xp.clip(limits, 0, largest)
     # An accelerator starts a kernel for it.
-    if math_.on_device and rule is not None and rule.limit.in_range:
+    if space.on_device and rule is not None and rule.limit.in_range:
         return limits
-    return math_.at_most_largest(limits)
+    return space.at_most_largest(limits)
 
 
 def _check_array(plan: Plan, limits: Any, norms: Norms) -> Any:
     """Return limits that are an array where the norms are; raise as `_check_limits`."""
-    math_ = plan.math
-    xp = plan.math.xp
-    backend = plan.math.backend
+    space = plan.space
+    xp = plan.space.xp
+    backend = plan.space.backend
     # A limit may be an array of another library, or lie on another device.
     if not isinstance(limits, NUMPY):
-        limits = math_.read_foreign(limits)
-    if math_.host and not isinstance(limits, NUMPY):
-        limits = math_.library.as_numpy(math_.library.xp.asarray(limits))
+        limits = space.read_foreign(limits)
+    if space.host and not isinstance(limits, NUMPY):
+        limits = space.library.as_numpy(space.library.xp.asarray(limits))
     limits = backend.to_device_of(norms, xp.asarray(limits, dtype=norms.dtype))
     check_shape("limit", limits, norms)
     if backend.readable(limits) and backend.readable(norms) and not bool(xp.all(limits >= 0)):
@@ -276,7 +277,7 @@ def _describe_negative(limits: Any) -> str:
     return f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
 
 
-def raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constant: Any) -> None:
+def raise_if_limits_by_row(rule: RuleSpec, plan: Plan, tree: OpenedTree, constant: Any) -> None:
     """Raise if a limit, or the counts of `Relative`, have a value for each row of a sparse leaf.
 
     The leaf stores other rows at each step, so that the values would go to the wrong rows.
@@ -305,7 +306,7 @@ def raise_if_limits_by_row(rule: Choices, plan: Plan, tree: OpenedTree, constant
             raise_if_rows(tree, plan.axes, rule, "has a limit")
 
 
-def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
+def _check_state(rule: RuleSpec, plan: Plan, state: Any) -> None:
     """Raise if a state is not of this rule, or has another number of norms."""
     limit = rule.limit
     blocks = plan.blocks
@@ -335,11 +336,11 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
         _check_rows(rule, plan, states)
 
 
-def _check_arrays(rule: Choices, plan: Plan, leaves: list[Any]) -> None:
+def _check_arrays(rule: RuleSpec, plan: Plan, leaves: list[Any]) -> None:
     """Raise if a limit has other objects in its state than arrays of numbers or flags."""
     for leaf in leaves:
         is_flag = "bool" in str(getattr(leaf, "dtype", ""))
-        if not (is_flag or isinstance(leaf, NUMPY) or plan.math.library.is_array(leaf)):
+        if not (is_flag or isinstance(leaf, NUMPY) or plan.space.library.is_array(leaf)):
             msg = (
                 f"the state of {summarize(rule.limit)} must be a tree of arrays of numbers, got "
                 f"{summarize(leaf)}; for a number return norms * 0 + number, for a random key the "
@@ -348,7 +349,7 @@ def _check_arrays(rule: Choices, plan: Plan, leaves: list[Any]) -> None:
             raise TypeError(msg)
 
 
-def _check_shapes(rule: Choices, plan: Plan, new: Any, old: Any) -> None:
+def _check_shapes(rule: RuleSpec, plan: Plan, new: Any, old: Any) -> None:
     """Raise if a limit returns a state of another structure or of other shapes than it got."""
     leaves, structure = optree.tree_flatten(new)
     _check_arrays(rule, plan, leaves)
@@ -365,7 +366,7 @@ def _check_shapes(rule: Choices, plan: Plan, new: Any, old: Any) -> None:
     raise ValueError(msg)
 
 
-def _check_rows(rule: Choices, plan: Plan, states: Sequence[Any]) -> None:
+def _check_rows(rule: RuleSpec, plan: Plan, states: Sequence[Any]) -> None:
     """Raise if the states of the blocks have other numbers of rows than there are norms."""
     for of_block, block in zip(states, plan.blocks, strict=True):
         # The state of limits of groups is a tuple with the state of each group.

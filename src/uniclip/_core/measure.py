@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from uniclip._core.blocks import Measured
 from uniclip._core.collectives import Exchange, Loss, Payload, loss_sums, mean_loss
 from uniclip._core.norm_space import NormSpace, zero_or_nan
 from uniclip._core.plan import Plan
@@ -30,7 +31,7 @@ from uniclip.backends.base import FITS, FITS_FLOAT64, LIBRARY, NUMPY, Terms, exp
 from uniclip.norms import L2, Norm
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 
 _NO_CONTEXT = nullcontext()
@@ -41,41 +42,13 @@ _SAFE_POWER = 6
 class StepInputs(NamedTuple):
     """What a step works on."""
 
-    rule: Choices
+    rule: RuleSpec
     trees: Sequence[OpenedTree]
     """The gradients, and the parameters if the limit needs them."""
     step: Step
     state: Any
     constant: Any
     """A limit that is a number or an array; ``None`` if the rule's limit is asked."""
-
-
-class Measured(NamedTuple):
-    """The measurements of a step, over all processes.
-
-    Each list has an array for each block, in the library of the norms.
-    """
-
-    norms: list[Any]
-    finite_norms: list[Any]
-    """The norms, NaN where they are not finite.
-
-    With a constant limit, which uses no norm, they are the norms unchanged, except in the mode
-    ``LIBRARY``.
-    """
-    params: list[Any] | None = None
-    """The norms of the parameters."""
-    sizes: list[Any] | None = None
-    """The numbers of elements of the norms."""
-    present: list[Any] | None = None
-    """For each norm, whether some process has a gradient of it.
-
-    ``None`` where the plan is enough: in a run of one process, for a stateless rule with one norm,
-    and if each process has norms of its own.
-    """
-    loss: Any = None
-    elements_finite: Any = None
-    """Whether all elements are finite, ``None`` if that was not checked."""
 
 
 def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
@@ -93,7 +66,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
         replacement. Any will do if the caller drops the count.
     """
     rule = inputs.rule
-    math_ = plan.math
+    space = plan.space
     collectives = plan.collectives
     # A norm that is an argument is not measured.
     trees: Sequence[OpenedTree] = inputs.trees
@@ -101,7 +74,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
         trees = trees[1:]
 
     # The host adds in float64 with NumPy; others need it to be allowed.
-    with _NO_CONTEXT if math_.host and collectives is None else math_.library.allow_float64():
+    with _NO_CONTEXT if space.host and collectives is None else space.library.allow_float64():
         exchange = None
         if collectives is not None:
             payload = _make_payload(plan, inputs, original)
@@ -114,7 +87,7 @@ def measure(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Measured:
         reduced = Payload() if exchange is None else exchange.reduced_payload()
         present = None
         if reduced.present is not None:
-            present = math_.as_norms([count > 0 for count in reduced.present])
+            present = space.as_norms([count > 0 for count in reduced.present])
         return measured._replace(
             present=present,
             loss=_find_loss(plan, inputs, reduced.losses),
@@ -127,7 +100,7 @@ def _measure_norms(
 ) -> Measured:
     """Return the norms of gradients and parameters, and their sizes."""
     rule = inputs.rule
-    math_ = plan.math
+    space = plan.space
     tree = inputs.trees[0]
     norms, finite_norms = norms_of(plan, trees, rule.norm, exchange)
 
@@ -142,12 +115,12 @@ def _measure_norms(
     # `finite_norms` are those of other norms, and are made again below.
     if sizes is not None and rule.norm.size_power:
         finite_norms = None
-        divisors = math_.constants(sizes.divisors)
+        divisors = space.constants(sizes.divisors)
         norms = [list(map(truediv, of_tree, divisors)) for of_tree in norms]
 
     counts_of_norms = None
     if sizes is not None and "sizes" in rule.limit.needs:
-        counts_of_norms = math_.constants(sizes.counts)
+        counts_of_norms = space.constants(sizes.counts)
 
     # If the norm is given, `trees` are without the gradients.
     given_norm = inputs.step.norm
@@ -155,11 +128,11 @@ def _measure_norms(
         finite_norms = None
         norms = [[_read_norm(plan, tree, given_norm)], *norms]
 
-    of_trees = [math_.as_norms(of_tree) for of_tree in norms]
+    of_trees = [space.as_norms(of_tree) for of_tree in norms]
     if finite_norms is None:
         finite_norms = of_trees[0]
         # With a norm of ∞ a limit could return ∞, which would not clip. A constant uses no norm.
-        if rule.constant is None or math_.on_device:
+        if rule.constant is None or space.on_device:
             finite_norms = [norm + zero_or_nan(norm) for norm in finite_norms]
     of_params = of_trees[1] if len(of_trees) > 1 else None
     return Measured(of_trees[0], finite_norms, of_params, counts_of_norms)
@@ -171,10 +144,10 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
     collectives: Any = plan.collectives
     losses = None
     if "loss" in rule.limit.needs:
-        losses = loss_sums(plan.math.library, inputs.step.loss)
+        losses = loss_sums(plan.space.library, inputs.step.loss)
     # The host sees elements that are not finite in the norms, unless others hold shards of these.
     nonfinite_arrays = None
-    if rule.nonfinite == "zero" and (not plan.math.host or collectives.mesh_groups):
+    if rule.nonfinite == "zero" and (not plan.space.host or collectives.mesh_groups):
         nonfinite_arrays = [_count_nonfinite(plan, original)]
     present = None
     if (rule.stateful or not plan.one_norm) and not collectives.norms_sharded:
@@ -184,7 +157,7 @@ def _make_payload(plan: Plan, inputs: StepInputs, original: OpenedTree) -> Paylo
 
 
 def _are_elements_finite(
-    rule: Choices, plan: Plan, original: OpenedTree, reduced: Payload
+    rule: RuleSpec, plan: Plan, original: OpenedTree, reduced: Payload
 ) -> Flags | None:
     """Return whether all elements are finite, ``None`` if that was not checked."""
     if rule.nonfinite != "zero":
@@ -192,24 +165,24 @@ def _are_elements_finite(
     if reduced.nonfinite_arrays is not None:
         return reduced.nonfinite_arrays[0] < 1
     # The host sees them in the norms.
-    if plan.math.host:
+    if plan.space.host:
         return None
     return _count_nonfinite(plan, original) < 1
 
 
 def _count_nonfinite(plan: Plan, tree: OpenedTree) -> Tensor:
     """Return how many arrays have elements that are not finite."""
-    library = plan.math.library
-    xp = plan.math.library.xp
+    library = plan.space.library
+    xp = plan.space.library.xp
     counts = []
     for number in tree.leaf_info.present:
         array = tree.arrays[number]
         # Arrays may be on several devices, and a library creates new ones on a single one.
         with library.computation_context(array):
             nonfinite = xp.logical_not(xp.all(xp.isfinite(array)))
-            counts.append(xp.astype(nonfinite, plan.math.sum_dtype))
+            counts.append(xp.astype(nonfinite, plan.space.sum_dtype))
 
-    return plan.math.add(counts, "sum")
+    return plan.space.add(counts, "sum")
 
 
 def _find_loss(plan: Plan, inputs: StepInputs, losses: list[Any] | None) -> Tensor | None:
@@ -221,22 +194,22 @@ def _find_loss(plan: Plan, inputs: StepInputs, losses: list[Any] | None) -> Tens
     if "loss" not in inputs.rule.limit.needs:
         return None
     loss = inputs.step.loss
-    math_ = plan.math
+    space = plan.space
     if losses:
-        loss = mean_loss(math_.library, loss, list(map(math_.to_library, losses)))
+        loss = mean_loss(space.library, loss, list(map(space.to_library, losses)))
     elif isinstance(loss, Loss):
         loss = loss.mean
-    return None if loss is None else convert_loss(math_, loss, inputs.trees[0].first)
+    return None if loss is None else convert_loss(space, loss, inputs.trees[0].first)
 
 
-def convert_loss(math_: NormSpace, loss: Any, first: Any) -> Tensor:
+def convert_loss(space: NormSpace, loss: Any, first: Any) -> Tensor:
     """Return a loss as a detached float32 array where the norms are, given the first gradient."""
-    library = math_.library
-    loss = library.xp.asarray(math_.read_foreign(loss))
-    if not math_.host and first is not None:
+    library = space.library
+    loss = library.xp.asarray(space.read_foreign(loss))
+    if not space.host and first is not None:
         loss = library.to_device_of(first, loss)
     loss = library.detach(library.xp.astype(loss, library.xp.float32))
-    view = math_.view(loss)
+    view = space.view(loss)
     if view is not None:
         return view
     # NumPy makes no view of an array with a recorded derivative, so read its value.
@@ -247,7 +220,7 @@ def _read_norm(plan: Plan, tree: OpenedTree, given_norm: Any) -> Norms:
     """Return a norm of all leaves that is an argument, as measuring would return it."""
     backend = tree.backend
     [zero] = zero_norms(plan, tree)
-    norm = backend.xp.asarray(plan.math.read_foreign(given_norm), dtype=zero.dtype)
+    norm = backend.xp.asarray(plan.space.read_foreign(given_norm), dtype=zero.dtype)
     norm = backend.to_device_of(zero, norm)
     check_shape("norm", norm, zero)
     # NaN passes: it is the norm of gradients with NaN.
@@ -257,14 +230,14 @@ def _read_norm(plan: Plan, tree: OpenedTree, given_norm: Any) -> Norms:
 
     # The sum has the shape and the sharding of a measured norm.
     norm = zero + norm
-    view = plan.math.view(norm)
+    view = plan.space.view(norm)
     return norm if view is None else view
 
 
 def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
     """Return zeros like the norms, in the library of the gradients."""
-    xp = plan.math.library.xp
-    dtype, dtype_of_numpy = plan.math.dtypes
+    xp = plan.space.library.xp
+    dtype, dtype_of_numpy = plan.space.dtypes
     blocks = []
     for block in plan.blocks:
         rows = []
@@ -274,9 +247,9 @@ def zero_norms(plan: Plan, tree: OpenedTree) -> list[Any]:
                 like = xp.zeros_like(tree.arrays[group[0]], dtype=dtype)
                 rows.append(xp.sum(like, axis=plan.axes[group[0]]))
             else:
-                rows.append(plan.math.to_library(np.zeros((), dtype_of_numpy)))
+                rows.append(plan.space.to_library(np.zeros((), dtype_of_numpy)))
 
-        blocks.append(plan.math.stack(rows))
+        blocks.append(plan.space.stack(rows))
 
     return blocks
 
@@ -302,12 +275,12 @@ def norms_of(
     if not trees:
         return [], None
     squares = norm.ord == 2 and not plan.by_element
-    on_device = exchange is None and plan.math.on_device and bool(plan.order)
+    on_device = exchange is None and plan.space.on_device and bool(plan.order)
     # A library may have one kernel for sums and roots. These sums are not checked.
     if squares and on_device and _fit_float64(plan, trees):
-        dtype = plan.math.dtypes[0]
+        dtype = plan.space.dtypes[0]
         at_once: list[Any] = [
-            plan.math.library.norms(_terms(plan, tree, 2), dtype) for tree in trees
+            plan.space.library.norms(_terms(plan, tree, 2), dtype) for tree in trees
         ]
         if None not in at_once:
             norms = [plan.join_blocks(of_tree) for of_tree, _ in at_once]
@@ -329,18 +302,18 @@ def _norms_of_sums(
     terms = [_terms(plan, tree, p) for tree in trees]
     if p in {1, math.inf}:
         totals = _add_terms(plan, trees, terms, exchange)
-        return [plan.math.round_to_norms(total) for total in totals]
+        return [plan.space.round_to_norms(total) for total in totals]
 
     if p <= _SAFE_POWER and _fit_float64(plan, trees):
         return _roots(plan, norm, _add_terms(plan, trees, terms, exchange))
     # XLA takes as long to compile the rare branch of a conditional as all the rest, and reserves
     # memory for a copy of the gradients, so its programs always measure in units.
-    if p != 2 or plan.math.library.debug_infs() or plan.math.separate:
+    if p != 2 or plan.space.library.debug_infs() or plan.space.separate:
         return _norms_in_units(plan, trees, norm, exchange)
 
     # Squares may have left the range of their sums: if so, all are made again, in units.
     totals = _add_terms(plan, trees, terms, exchange)
-    return plan.math.choose(
+    return plan.space.choose(
         _are_in_range(plan, totals),
         lambda: _roots(plan, norm, totals),
         lambda: _norms_in_units(plan, trees, norm, exchange),
@@ -349,7 +322,7 @@ def _norms_of_sums(
 
 def _fit_float64(plan: Plan, trees: Sequence[OpenedTree]) -> bool:
     """Return whether sums are float64, and stay in range: all numbers are float32 or narrower."""
-    fit = plan.math.narrow and plan.math.double
+    fit = plan.space.narrow and plan.space.double
     for tree in trees:
         fit = fit and tree.leaf_info.narrow and tree.leaf_info.double
     return fit
@@ -357,7 +330,7 @@ def _fit_float64(plan: Plan, trees: Sequence[OpenedTree]) -> bool:
 
 def _roots(plan: Plan, norm: Norm, totals: Sequence[Tensor]) -> list[Any]:
     """Return the roots of sums as norms."""
-    return [plan.math.round_to_norms(_root(plan, norm, total)) for total in totals]
+    return [plan.space.round_to_norms(_root(plan, norm, total)) for total in totals]
 
 
 def _norms_in_units(
@@ -378,18 +351,18 @@ def _norms_in_units(
     totals = _add_terms(plan, trees, terms_in_units, exchange)
     norms = []
     for unit, total in zip(units, totals, strict=True):
-        norms.append(plan.math.round_to_norms(unit * _root(plan, norm, total)))
+        norms.append(plan.space.round_to_norms(unit * _root(plan, norm, total)))
     return norms
 
 
 def _are_in_range(plan: Plan, totals: Sequence[Tensor]) -> Flags:
     """Return whether no sum of squares may have overflowed or underflowed."""
-    least, most = FITS_FLOAT64 if plan.math.double else FITS
+    least, most = FITS_FLOAT64 if plan.space.double else FITS
     # On the host a sum of 0 is one of zeros, see `Backend.sums`. Elsewhere squares may have
     # underflowed, and no sum equals -1.
-    zero: Any = 0.0 if plan.math.host else -1.0
+    zero: Any = 0.0 if plan.space.host else -1.0
     in_range = [((total > least) | (total == zero)) & (total <= most) for total in totals]
-    return plan.math.all(in_range)
+    return plan.space.all(in_range)
 
 
 def _root(plan: Plan, norm: Norm, total: Tensor) -> Tensor:
@@ -399,10 +372,10 @@ def _root(plan: Plan, norm: Norm, total: Tensor) -> Tensor:
     if isinstance(total, NUMPY):
         return np.power(total, 1 / norm.ord)
     if norm.ord != 2:
-        return norm.root(plan.math.library.xp, total)
-    if plan.math.mode == LIBRARY:
-        return plan.math.library.xp.sqrt(total)
-    return plan.math.library.fast_values(_sqrt, L2.root)(total)
+        return norm.root(plan.space.library.xp, total)
+    if plan.space.mode == LIBRARY:
+        return plan.space.library.xp.sqrt(total)
+    return plan.space.library.fast_values(_sqrt, L2.root)(total)
 
 
 def _sqrt(xp: Namespace, total: Tensor) -> Tensor:
@@ -412,19 +385,19 @@ def _sqrt(xp: Namespace, total: Tensor) -> Tensor:
 
 def _choose_unit(plan: Plan, top: Tensor, p: float) -> Tensor:
     """Return the unit in which a norm is measured, given its largest modulus."""
-    xp = np if isinstance(top, NUMPY) else plan.math.library.xp
+    xp = np if isinstance(top, NUMPY) else plan.space.library.xp
     usual = xp.logical_not(top > 0)
     # The unit 1 rounds as sums without a unit do. These are in range for up to 2³⁰ elements.
     if p == 2:
-        least, most = (1e-138, 1e149) if plan.math.double else (1e-12, 1e14)
+        least, most = (1e-138, 1e149) if plan.space.double else (1e-12, 1e14)
         usual = usual | ((top > least) & (top < most))
 
     # Between these bounds the reciprocal, by which compilers multiply, is a normal number. The unit
     # of zeros is 1: with a tiny one, their second derivative would overflow.
-    low, high = (2.3e-308, 4e307) if plan.math.double else (1.2e-38, 8e37)
+    low, high = (2.3e-308, 4e307) if plan.space.double else (1.2e-38, 8e37)
     unit = xp.where(usual, xp.ones_like(top), xp.clip(top, low, high))
     # The norm does not depend on its unit, so neither does its derivative.
-    return unit if xp is np else plan.math.library.detach(unit)
+    return unit if xp is np else plan.space.library.detach(unit)
 
 
 def _add_terms(
@@ -436,7 +409,7 @@ def _add_terms(
 
     sums: list[Any] = []
     for tree, terms_of_tree in zip(trees, terms, strict=True):
-        blocks = plan.math.sums(tree, terms_of_tree)
+        blocks = plan.space.sums(tree, terms_of_tree)
         sums += blocks if plan.shapes is None else plan.join_blocks(blocks)
 
     return sums
@@ -447,7 +420,7 @@ def _terms(plan: Plan, tree: OpenedTree, p: float) -> Terms:
     # `order` is -1 for a norm without gradients: a zero at the end of the leaves stands for one.
     leaves = tree.arrays
     if -1 in plan.order:
-        leaves = [*leaves, plan.math.zero_like(tree.first)]
+        leaves = [*leaves, plan.space.zero_like(tree.first)]
     arrays = [leaves[number] for number in plan.order]
     axes = plan.along and [plan.along[number] for number in plan.order]
     weigh = None if plan.collectives is None else plan.collectives.weigher(tree, p)
@@ -456,17 +429,17 @@ def _terms(plan: Plan, tree: OpenedTree, p: float) -> Terms:
 
 def _divide_by_units(plan: Plan, units: Sequence[Tensor], terms: Terms) -> Terms:
     """Return the terms of arrays, or of moduli, each divided by the unit of its norm."""
-    library = plan.math.library
+    library = plan.space.library
     rows: list[Any] = []
     for of_block in plan.split_blocks(units):
-        rows += plan.math.backend.unstack(of_block)
+        rows += plan.space.backend.unstack(of_block)
 
     divided: list[Tensor] = []
     rest = iter(terms.by_array())
     for row, count in zip(rows, plan.counts, strict=True):
         for array, _, covered in islice(rest, count):
             with library.allow_float64(), library.computation_context(array):
-                unit = expand_to_leaf(library, plan.math.to_library(row), array, covered)
+                unit = expand_to_leaf(library, plan.space.to_library(row), array, covered)
                 divided.append(divided_by(library, array, terms.p, unit))
 
     return terms._replace(arrays=divided)

@@ -14,10 +14,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from numbers import Number
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from uniclip._core.blocks import Block, Groups, Label
 from uniclip._core.collectives import Collectives, Reduction
 from uniclip._core.containers import place
 from uniclip._core.norm_space import NormSpace
@@ -32,12 +33,7 @@ from uniclip.backends.base import TRACED, Products, kept_lengths, take
 from uniclip.scopes import Scope, everything, is_one_norm
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
-
-Label: TypeAlias = Hashable
-"""The label of a group in the scope, or the number of a leaf that has a norm of its own."""
-Groups: TypeAlias = dict[Label, list[int]]
-"""The numbers of the leaves of each group."""
+    from uniclip._core.rule_spec import RuleSpec
 
 PLAN_CACHE_SIZE = 64
 """The largest number of plans in the cache of a rule."""
@@ -50,40 +46,8 @@ _FAILURES = AttributeError, LookupError, TypeError, ValueError
 """The errors of a function of (path, leaf) that uses an argument that is ``None``."""
 
 
-class RuleCache:
-    """The caches of a rule: made with it, bounded, and never compared or copied.
-
-    They need no lock. If two threads make the same plan at once, one of the two is kept.
-    """
-
-    __slots__ = ("plans", "reductions")
-
-    def __init__(self) -> None:
-        self.plans: dict[Hashable, Plan] = {}
-        """The plan of each tree structure, see `plan_for`."""
-        self.reductions: dict[Hashable, Reduction] = {}
-        """The reduction of each ``all_reduce``, see `reduction_of`."""
-
-
-class Block(NamedTuple):
-    """Groups whose norms are stacked in one array, with a row for each."""
-
-    groups: tuple[tuple[int, ...], ...]
-    """For each group, the numbers of its leaves that are present."""
-    labels: tuple[Label, ...]
-    """For each group, its label in the scope or the number of its leaf."""
-    kept: int = 0
-    """The number of kept axes of each norm; 0, too, if all its gradients are absent."""
-
-    @property
-    def absent(self) -> tuple[bool, ...]:
-        """Whether all gradients of each group are absent; empty if none is."""
-        flags = tuple([not group for group in self.groups])
-        return flags if any(flags) else ()
-
-
 def plan_for(
-    rule: Choices,
+    rule: RuleSpec,
     trees: Sequence[OpenedTree],
     mode: int,
     reduction: Reduction | None = None,
@@ -156,13 +120,13 @@ class Plan:
 
     def __init__(
         self,
-        math_: NormSpace,
+        space: NormSpace,
         scope: Scope,
         blocks: list[Block],
         axes: list[Axes],
         members: list[list[int]],
     ) -> None:
-        self.math = math_
+        self.space = space
         """The norm space: where norms are computed."""
         self.scope = scope
         self.blocks = blocks
@@ -200,7 +164,7 @@ class Plan:
         """Return the arrays of all blocks joined in one vector, if the plan has `shapes`."""
         if self.shapes is None:
             return list(blocks)
-        xp = np if isinstance(blocks[0], np.ndarray) else self.math.xp
+        xp = np if isinstance(blocks[0], np.ndarray) else self.space.xp
         vectors = []
         for block, shape in zip(blocks, self.shapes, strict=True):
             # A leaf has one size for all of its norms.
@@ -218,7 +182,7 @@ class Plan:
         # A limit may be a number, which holds for all blocks.
         if tuple(getattr(vector, "shape", ())) != (sum(lengths),):
             return [vector] * len(self.blocks)
-        return list(map(self.math.xp.reshape, in_groups(vector, lengths), self.shapes))
+        return list(map(self.space.xp.reshape, in_groups(vector, lengths), self.shapes))
 
     def products(
         self, tree: OpenedTree, numbers: Sequence[int], factors: Sequence[Tensor], *, zero: bool
@@ -240,7 +204,7 @@ class Plan:
     def in_numpy(self) -> Plan:
         """Return the plan of the same norms as NumPy arrays, as they are recorded."""
         plan = copy.copy(self)
-        plan.math = self.math.at_host()
+        plan.space = self.space.at_host()
         return plan
 
     def arrange(self, blocks: Sequence[Any]) -> Any:
@@ -281,7 +245,7 @@ class TreePlan(Plan):
 
     def __init__(
         self,
-        rule: Choices,
+        rule: RuleSpec,
         trees: Sequence[OpenedTree],
         mode: int,
         reduction: Reduction | None,
@@ -291,7 +255,7 @@ class TreePlan(Plan):
         """Find which leaves share a norm, which norms form an array, and what processes reduce."""
         # Everything else depends on which leaves share a norm.
         tree = trees[0]
-        math_ = norm_space_of(tree, mode, reduction)
+        space = norm_space_of(tree, mode, reduction)
         # A state has a row for each norm, and another process may have the gradient.
         has_absent = len(tree.leaf_info.present) < len(tree.leaves)
         shards_absent = has_absent and bool(tree.shards)
@@ -301,9 +265,9 @@ class TreePlan(Plan):
 
         # Stack norms that can be computed together in one array.
         axes = _axes_of_leaves(rule, tree, members)
-        blocks = _stack_norms(rule, tree, members, axes, math_, everywhere=everywhere)
+        blocks = _stack_norms(rule, tree, members, axes, space, everywhere=everywhere)
         in_order = take(members, _joined(blocks).labels)
-        super().__init__(math_, rule.scope, blocks, axes, in_order)
+        super().__init__(space, rule.scope, blocks, axes, in_order)
         self.spec = tree.spec
 
         # The rest depends on which norms there are.
@@ -313,14 +277,14 @@ class TreePlan(Plan):
         if self.shapes is not None:
             self.norm_blocks = [_joined(blocks)]
         self.counts_elements = needs_sizes(rule.limit, rule.norm)
-        if self.counts_elements and not math_.compiled and self.collectives is None:
+        if self.counts_elements and not space.compiled and self.collectives is None:
             self.counts_elements = False
             self.sizes = _sizes_of(self, rule, tree)
 
 
-def _sizes_of(plan: Plan, rule: Choices, tree: OpenedTree) -> Sizes:
+def _sizes_of(plan: Plan, rule: RuleSpec, tree: OpenedTree) -> Sizes:
     """Return the numbers of elements of the norms."""
-    with nullcontext() if plan.math.host else plan.math.library.allow_float64():
+    with nullcontext() if plan.space.host else plan.space.library.allow_float64():
         counts = plan.join_blocks(count_elements(plan, tree))
         return sizes_of_counts(plan, counts, rule.norm.size_power)
 
@@ -337,7 +301,7 @@ def _places_of(blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
 # Which leaves share a norm.
 
 
-def group_leaves(rule: Choices, tree: OpenedTree, *, everywhere: bool) -> Groups:
+def group_leaves(rule: RuleSpec, tree: OpenedTree, *, everywhere: bool) -> Groups:
     """Return the numbers of the leaves that share a norm, by label, also of absent leaves.
 
     With ``everywhere``, groups without any gradient have a norm, too.
@@ -359,7 +323,7 @@ def group_leaves(rule: Choices, tree: OpenedTree, *, everywhere: bool) -> Groups
     return dict(sorted(groups.items(), key=lambda group: _text(group[0])))
 
 
-def names_of_norms(rule: Choices, tree: OpenedTree) -> list[str]:
+def names_of_norms(rule: RuleSpec, tree: OpenedTree) -> list[str]:
     """Return a name for each norm, of its group or leaf, for processes to compare."""
     if rule.scope.label is None:
         return [stable(place("", path)) for path in tree.spec.paths()]
@@ -371,7 +335,7 @@ def _text(label: Any) -> str:
 
 
 def _check_labels(
-    rule: Choices, tree: OpenedTree, members: Groups, reduction: Reduction | None
+    rule: RuleSpec, tree: OpenedTree, members: Groups, reduction: Reduction | None
 ) -> None:
     """Raise at the first step if a label looks for names that the leaves do not have."""
     label = rule.scope.label
@@ -390,19 +354,19 @@ def _check_labels(
 
 
 def _stack_norms(  # noqa: PLR0913 - called in one place
-    rule: Choices,
+    rule: RuleSpec,
     tree: OpenedTree,
     members: Groups,
     axes: list[Axes],
-    math_: NormSpace,
+    space: NormSpace,
     *,
     everywhere: bool,
 ) -> list[Block]:
     """Stack norms in as few blocks as possible: each operation is one call for each block."""
     # In compiled code the reverse is true: each row taken out of an array takes long to compile.
-    never_stack = math_.separate and not (rule.stateful or rule.scope.label is everything)
+    never_stack = space.separate and not (rule.stateful or rule.scope.label is everything)
     # Norms with kept axes are stacked only if their shapes are known and none is absent.
-    can_stack = not (everywhere or math_.compiled)
+    can_stack = not (everywhere or space.compiled)
     present = {}
     alike: dict[Hashable, list[Label]] = {}
     for number, (label, leaves) in enumerate(members.items()):
@@ -447,13 +411,13 @@ def _stacking_key(tree: OpenedTree, number: int, axes: Axes) -> Hashable:
     return kept, backend.device(array), tree.shard(number)
 
 
-def _shapes_of_vector(plan: Plan, rule: Choices, tree: OpenedTree) -> list[tuple[int, ...]] | None:
+def _shapes_of_vector(plan: Plan, rule: RuleSpec, tree: OpenedTree) -> list[tuple[int, ...]] | None:
     """Return the shape of each block if all norms can be one vector, else ``None``.
 
     An accelerator then runs each operation on norms once. With an array for each block, the host
     would start hundreds of kernels for the rows of a large model.
     """
-    if not plan.math.on_device or len(plan.blocks) < 2 or plan.collectives is not None:
+    if not plan.space.on_device or len(plan.blocks) < 2 or plan.collectives is not None:
         return None
     if not (rule.limit.elementwise and rule.elementwise_curve) or rule.stateful:
         return None
@@ -494,13 +458,13 @@ def _joined(blocks: Iterable[Block]) -> Block:
 
 
 def _collectives_of(
-    plan: Plan, rule: Choices, trees: Sequence[OpenedTree], reduction: Reduction | None
+    plan: Plan, rule: RuleSpec, trees: Sequence[OpenedTree], reduction: Reduction | None
 ) -> Collectives | None:
     """Return the reductions over processes of a plan, ``None`` if there is one process."""
     tree = trees[0]
     # In JAX, this call raises an error for leaves that vary along a mapped axis, since without
     # ``all_reduce`` each device would clip by a norm of its own part.
-    if reduction is None and plan.math.compiled and rule.scope.axes is None:
+    if reduction is None and plan.space.compiled and rule.scope.axes is None:
         present = tree.leaf_info.present
         arrays = take(tree.arrays, present)
         tree.backend.replicas(arrays, None, None, lambda n: tree.place(present[n]))
@@ -625,7 +589,7 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 # The axes that norms cover.
 
 
-def _axes_of_leaves(rule: Choices, tree: OpenedTree, members: Groups) -> list[Axes]:
+def _axes_of_leaves(rule: RuleSpec, tree: OpenedTree, members: Groups) -> list[Axes]:
     """Return the axes of each leaf that its norms cover; raise if the rule cannot have them."""
     axes: list[Axes] = [None] * len(tree.leaves)
     if rule.scope.axes is not None:
@@ -670,7 +634,7 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
     return axes
 
 
-def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: Choices, does: str) -> None:
+def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: RuleSpec, does: str) -> None:
     """Raise if a rule has a value for each row of a sparse leaf, which stores other rows at each
     step.
 

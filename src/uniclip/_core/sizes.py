@@ -9,18 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from uniclip._core.tree import OpenedTree
-from uniclip._types import Norms, Tensor
+from uniclip._types import Axes, Norms, Tensor
 from uniclip.backends.base import take
 from uniclip.norms import Norm
 
 if TYPE_CHECKING:
-    from uniclip._core.plan import Block, Plan
+    from uniclip._core.blocks import Block
+    from uniclip._core.norm_space import NormSpace
     from uniclip.limits import Limit
+
+
+class Layout(Protocol):
+    """The part of a `uniclip._core.plan.Plan` that reductions and counts of elements read."""
+
+    space: NormSpace
+    blocks: list[Block]
+    axes: list[Axes]
+    members: list[list[int]]
+    order: list[int]
+    places: dict[int, tuple[int, int]]
+    collectives: Any
 
 
 class Sizes(NamedTuple):
@@ -40,7 +53,7 @@ def needs_sizes(limit: Limit, norm: Norm) -> bool:
     return "sizes" in limit.needs or bool(norm.size_power)
 
 
-def count_elements(plan: Plan, tree: OpenedTree) -> list[Tensor]:
+def count_elements(plan: Layout, tree: OpenedTree) -> list[Tensor]:
     """Return the number of elements of each norm in this process, an array for each block.
 
     Replicas are divided among their processes, so that the sum over these is right.
@@ -56,22 +69,22 @@ def count_elements(plan: Plan, tree: OpenedTree) -> list[Tensor]:
     return [_add_counts(plan, block, counts) for block in plan.blocks]
 
 
-def sizes_of_counts(plan: Plan, counts: Sequence[Tensor], power: float) -> Sizes:
+def sizes_of_counts(plan: Layout, counts: Sequence[Tensor], power: float) -> Sizes:
     """Return the sizes of norms, given the number of elements of each block of norms."""
     rounded = []
     divisors = []
     for count in counts:
-        xp = np if isinstance(count, np.ndarray) else plan.math.library.xp
-        rounded.append(plan.math.round_to_norms(count))
+        xp = np if isinstance(count, np.ndarray) else plan.space.library.xp
+        rounded.append(plan.space.round_to_norms(count))
 
         # The norm of no elements is 0. Divided by 0 it would be NaN.
         at_least_1 = xp.where(count > 0, count, xp.ones_like(count))
-        divisors.append(plan.math.round_to_norms(at_least_1) ** power)
+        divisors.append(plan.space.round_to_norms(at_least_1) ** power)
 
     return Sizes(rounded, divisors)
 
 
-def _count_leaf(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
+def _count_leaf(plan: Layout, tree: OpenedTree, number: int) -> float | Tensor:
     """Return the number of elements of a leaf that share a norm, with those a sparse leaf omits."""
     axes = plan.axes[number]
     # A wrapped leaf may have no shape of its own.
@@ -89,14 +102,14 @@ def _count_leaf(plan: Plan, tree: OpenedTree, number: int) -> float | Tensor:
             )
             raise ValueError(msg)
 
-        xp = plan.math.library.xp
-        return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.math.sum_dtype), axis=axes)
+        xp = plan.space.library.xp
+        return xp.sum(xp.ones_like(tree.arrays[number], dtype=plan.space.sum_dtype), axis=axes)
 
     # Not a generator, which torch.compile does not trace.
     return math.prod(shape if axes is None else take(shape, axes))
 
 
-def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> Tensor:
+def _add_counts(plan: Layout, block: Block, counts: dict[int, float | Tensor]) -> Tensor:
     """Return the sum of the counts of each norm of a block, as ``(k, 1, ...)``."""
     of_groups = [take(counts, group) for group in block.groups]
     shape = (len(of_groups), *(1,) * block.kept)
@@ -105,11 +118,11 @@ def _add_counts(plan: Plan, block: Block, counts: dict[int, float | Tensor]) -> 
         totals = np.asarray([sum(group) for group in of_groups], np.float64)
         return np.reshape(totals, shape)
 
-    xp = plan.math.library.xp
-    dtype = plan.math.sum_dtype
+    xp = plan.space.library.xp
+    dtype = plan.space.sum_dtype
     rows = []
     for group in of_groups:
         addends = [xp.astype(xp.asarray(count), dtype) for count in group]
-        rows.append(plan.math.add(addends, "sum"))
+        rows.append(plan.space.add(addends, "sum"))
 
-    return xp.reshape(plan.math.stack(rows), shape)
+    return xp.reshape(plan.space.stack(rows), shape)

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._core.apply import Apply, StepResult, scale_leaves
+from uniclip._core.blocks import Block, Measured
 from uniclip._core.collectives import Loss
 from uniclip._core.containers import flatten_known
-from uniclip._core.measure import Measured, StepInputs, convert_loss
+from uniclip._core.measure import StepInputs, convert_loss
 from uniclip._core.norm_space import NormSpace, zero_or_nan
-from uniclip._core.plan import PLAN_CACHE_SIZE, Block, Plan
+from uniclip._core.plan import PLAN_CACHE_SIZE, Plan
 from uniclip._core.step import decide, run_general_step, state_where
 from uniclip._core.tree import open_leaves
 from uniclip._errors import check_step_arguments
@@ -51,7 +52,7 @@ from uniclip.report import ChainReport, LazyReport, Report, StepValues
 from uniclip.scopes import all_leaves
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 _NUMBERS = {float, int}
 _LARGEST_FACTOR = 6e4
@@ -94,7 +95,7 @@ class Decision(NamedTuple):
 
 
 def run_step(  # noqa: PLR0913 - a step has as many parts
-    rule: Choices,
+    rule: RuleSpec,
     grads: Tree,
     state: Any,
     step: Step = Step(),  # noqa: B008 - it never changes
@@ -211,10 +212,10 @@ def _with_loss(rule: Any, measured: OneNorm, loss: Any) -> OneNorm | None:
             return None
 
     check_step_arguments(loss)
-    math_ = _plan_at(measured.place, HOST if on_host else LIBRARY).math
+    space = _plan_at(measured.place, HOST if on_host else LIBRARY).space
     first = measured.arrays[0]
     with backend.computation_context(first):
-        return measured._replace(loss=convert_loss(math_, loss, first))
+        return measured._replace(loss=convert_loss(space, loss, first))
 
 
 def _decide_chain(rule: Any, measured: OneNorm, state: Any, _: Any) -> Decision | None:
@@ -273,7 +274,7 @@ def _times(measured: OneNorm, value: Any, factor: Any) -> Any:
     return measured.place[0].xp.where(factor != 0, value * factor, 0.0)
 
 
-def _decide(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
+def _decide(rule: RuleSpec, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
     """Decide by one rule; return ``None`` if only the general path can."""
     limit = rule.constant if limit is None else limit
     if rule.by_numbers and type(measured.norm) is float:
@@ -284,7 +285,9 @@ def _decide(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decisio
     return _decide_by_arrays(rule, measured, state, limit)
 
 
-def _decide_by_numbers(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
+def _decide_by_numbers(
+    rule: RuleSpec, measured: OneNorm, state: Any, limit: Any
+) -> Decision | None:
     """Decide with Python's numbers, where the rule allows that."""
     place, _, norm, _ = measured
     dtype = place[2]
@@ -315,7 +318,7 @@ def _decide_by_numbers(rule: Choices, measured: OneNorm, state: Any, limit: Any)
     return Decision(place, norm, factor, skipped, state, values)
 
 
-def _ask_on_host(rule: Choices, measured: OneNorm, state: Any) -> tuple[float, Any, Any] | None:
+def _ask_on_host(rule: RuleSpec, measured: OneNorm, state: Any) -> tuple[float, Any, Any] | None:
     """Ask one of uniclip's own limits on the host: return limit, threshold and next state.
 
     Its answers need no checks. ``None`` if the state is of other norms, or the host does not read
@@ -349,14 +352,14 @@ def _is_of_one_norm(state: Any) -> bool:
     return all([tuple(getattr(array, "shape", (0,))[:1]) in _ONE_ROW for array in state])
 
 
-def _decide_by_arrays(rule: Choices, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
+def _decide_by_arrays(rule: RuleSpec, measured: OneNorm, state: Any, limit: Any) -> Decision | None:
     """Decide with the functions of the general path.
 
     For accelerators, where the host reads nothing, and for limits and curves that take arrays.
     """
     place, _, norm, loss = measured
     plan = _plan_at(place, HOST if type(norm) is float else LIBRARY)
-    if plan.math.host:
+    if plan.space.host:
         # Two arrays, since a limit may write into its own.
         norms, finite_norms = [np.array([norm], place[2]) for _ in range(2)]
     else:
@@ -364,15 +367,15 @@ def _decide_by_arrays(rule: Choices, measured: OneNorm, state: Any, limit: Any) 
 
     inputs = StepInputs(rule, [], Step(), state, limit)
     of_step = Measured([norms], [finite_norms], loss=loss)
-    with plan.math.backend.computation_context(norms):
+    with plan.space.backend.computation_context(norms):
         step_finite = None
         if rule.needs_finite:
-            step_finite = plan.math.finite([norms], None, [finite_norms])
+            step_finite = plan.space.finite([norms], None, [finite_norms])
         values, new_state = decide(plan, inputs, of_step, step_finite)
 
     [factor] = values.factors
     skipped = False if values.skipped is None else values.skipped
-    if plan.math.host:
+    if plan.space.host:
         skipped = bool(skipped)
         factor = float(factor.item())
         if 0 < factor <= LEAST[place[2]] or not factor <= _LARGEST_FACTOR:
@@ -406,15 +409,15 @@ def _finish_by_numbers(
     """
     rule, trees, step, state, limit = inputs
     tree = trees[0]
-    math_ = plan.math
-    if not (math_.host and math_.narrow and tree.all_dense_shards):
+    space = plan.space
+    if not (space.host and space.narrow and tree.all_dense_shards):
         return None
     norm = rounded_norm(measured.norms[0].item(), np.float32)
     is_present = measured.present is None or bool(measured.present[0].all())
     if norm is None or not is_present:
         return None
 
-    place = (math_.library, math_.device, np.float32)
+    place = (space.library, space.device, np.float32)
     arrays = take(tree.arrays, tree.leaf_info.present)
     of_step = OneNorm(place, arrays, norm, measured.loss)
     decided = _decide(rule, of_step, state, limit)
@@ -494,12 +497,12 @@ def _plan_at(place: NormPlace, mode: int = HOST) -> Plan:
     backend, device, dtype = place
     # Without an array norms are float32.
     like = [] if dtype is np.float32 else [backend.from_host(np.zeros((), dtype), device)]
-    math_ = NormSpace(LeafInfo(backend, like, ()), mode, device, narrow=True)
-    return Plan(math_, all_leaves, [Block(((0,),), (None,))], [None], [[0]])
+    space = NormSpace(LeafInfo(backend, like, ()), mode, device, narrow=True)
+    return Plan(space, all_leaves, [Block(((0,),), (None,))], [None], [[0]])
 
 
 def _values_of(
-    rule: Choices, place: NormPlace, numbers: tuple[float, float, float], threshold: Any
+    rule: RuleSpec, place: NormPlace, numbers: tuple[float, float, float], threshold: Any
 ) -> StepValues:
     """Return the values of a step as arrays, given the norm, the limit and the factor."""
     dtype = place[2]

@@ -27,6 +27,7 @@ import numpy as np
 import optree
 
 from uniclip._core.apply import Apply, StepResult, scale_leaves
+from uniclip._core.blocks import Measured
 from uniclip._core.collectives import (
     Loss,
     Reduction,
@@ -36,7 +37,7 @@ from uniclip._core.collectives import (
 )
 from uniclip._core.factors import compute_factors, zero_where_skipped
 from uniclip._core.limiting import find_absent, find_limits, raise_if_limits_by_row
-from uniclip._core.measure import Measured, StepInputs, measure
+from uniclip._core.measure import StepInputs, measure
 from uniclip._core.plan import Plan, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
@@ -49,7 +50,7 @@ from uniclip.report import StepValues
 from uniclip.scopes import is_one_norm
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 MAX_NAMED_LEAVES = 5
 """The largest number of leaves that an error names."""
@@ -145,7 +146,7 @@ def decide(
     if rejects(rule.curve):
         skipped = _is_skipped(plan, measured, factors, kept)
     elif kept is not None:
-        skipped = plan.math.xp.logical_not(kept)
+        skipped = plan.space.xp.logical_not(kept)
 
     # An accelerator computes all norms as one vector: split it into blocks again.
     norms = measured.norms
@@ -227,7 +228,7 @@ def _is_viewable(backend: Backend, value: object) -> bool:
     return library.as_numpy(value) is not None
 
 
-def _agree(rule: Choices, tree: OpenedTree, mode: int, step: Step) -> Reduction | None:
+def _agree(rule: RuleSpec, tree: OpenedTree, mode: int, step: Step) -> Reduction | None:
     """Return the reduction over the processes of a step; at the first step, let them agree.
 
     This comes before the plan, which depends on their number and dtypes.
@@ -244,9 +245,9 @@ def _agree(rule: Choices, tree: OpenedTree, mode: int, step: Step) -> Reduction 
 # Handle gradients that are not finite.
 
 
-def _check_finite(rule: Choices, plan: Plan, tree: OpenedTree, measured: Measured) -> Flags:
+def _check_finite(rule: RuleSpec, plan: Plan, tree: OpenedTree, measured: Measured) -> Flags:
     """Return whether a step is finite in all processes; raise if not, by the policy ``"raise"``."""
-    finite = plan.math.finite(measured.norms, measured.elements_finite, measured.finite_norms)
+    finite = plan.space.finite(measured.norms, measured.elements_finite, measured.finite_norms)
     if plan.collectives is not None:
         [finite] = plan.collectives.true_in_all_shards([finite])
     if rule.nonfinite == "raise":
@@ -260,7 +261,7 @@ def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measu
     If the host reads the norms, only gradients with such elements are measured twice.
     """
     tree = inputs.trees[0]
-    if not plan.math.host:
+    if not plan.space.host:
         zeroed = _zero_nonfinite(plan, tree)
         of_zeroed = inputs._replace(trees=[zeroed, *inputs.trees[1:]])
         return zeroed, measure(plan, of_zeroed, tree)
@@ -269,7 +270,7 @@ def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measu
     # Processes that hold shards have counted together, so that all of them measure again, or none.
     # Others have not counted, and look at their norms.
     if measured.elements_finite is None:
-        measured = measured._replace(elements_finite=plan.math.finite(measured.norms, None))
+        measured = measured._replace(elements_finite=plan.space.finite(measured.norms, None))
     if bool(measured.elements_finite):
         return tree, measured
     # The norms change. The rest, such as those of parameters, is kept from the first time.
@@ -281,7 +282,7 @@ def _measure_and_zero(plan: Plan, inputs: StepInputs) -> tuple[OpenedTree, Measu
 
 def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
     """Return gradients with 0 for elements that are not finite."""
-    library = plan.math.library
+    library = plan.space.library
     arrays = list(tree.arrays)
     for number in tree.leaf_info.present:
         # Arrays may be on several devices, and a library creates new ones on a single one.
@@ -292,7 +293,7 @@ def _zero_nonfinite(plan: Plan, tree: OpenedTree) -> OpenedTree:
 
 def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
-    if plan.math.backend.traced(finite):
+    if plan.space.backend.traced(finite):
         msg = (
             "nonfinite='raise' has to read the norm, and code that is being compiled or "
             "transformed has no values to read: use 'propagate', 'skip' or 'zero' there, and "
@@ -361,12 +362,12 @@ def _is_skipped(
 
     ``step_finite`` is ``None`` by other policies.
     """
-    xp = plan.math.xp
+    xp = plan.space.xp
     # Without absent rows, a step is skipped if all factors are 0. The policy "skip" makes those of
     # a non-finite step 0, too.
     complete = plan.collectives is None and not any([block.absent for block in plan.blocks])
     if complete and factors and not any([0 in factor.shape for factor in factors]):
-        return plan.math.all([xp.equal(factor, 0.0) for factor in factors])
+        return plan.space.all([xp.equal(factor, 0.0) for factor in factors])
 
     present: Sequence[Any] = measured.present or [None] * len(factors)
     rejected = []
@@ -383,7 +384,7 @@ def _is_skipped(
 
         rejected.append(is_zero)
 
-    flags = [plan.math.all(rejected), plan.math.all(none_rejected)]
+    flags = [plan.space.all(rejected), plan.space.all(none_rejected)]
     if plan.collectives is not None:
         flags = plan.collectives.true_in_all_shards(flags)
     all_rejected, nothing_rejected = flags

@@ -25,7 +25,7 @@ from uniclip.backends.base import NO_SHARDS, LeafInfo, Shards, WrappedLeaf, shar
 from uniclip.scopes import Scope, Stacked
 
 if TYPE_CHECKING:
-    from uniclip.rule import Choices
+    from uniclip._core.rule_spec import RuleSpec
 
 LEAF_INFO_CACHE_SIZE = 256
 """The largest number of `LeafInfo` objects in the cache of a backend."""
@@ -388,7 +388,7 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
 
 
 def with_params(
-    rule: Choices, tree: OpenedTree, step: Step
+    rule: RuleSpec, tree: OpenedTree, step: Step
 ) -> tuple[OpenedTree, OpenedTree | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
@@ -446,7 +446,7 @@ def _put_in_order(params: OpenedTree, tree: OpenedTree) -> OpenedTree:
     )
 
 
-def _match_params(rule: Choices, tree: OpenedTree, params: OpenedTree) -> OpenedTree:
+def _match_params(rule: RuleSpec, tree: OpenedTree, params: OpenedTree) -> OpenedTree:
     """Return the parameters sharded as the gradients are, and at the rows that sparse ones store.
 
     Raises
@@ -503,7 +503,7 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
             raise ValueError(msg)
 
 
-def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tensor) -> Array:
+def _take_stored_rows(rule: RuleSpec, tree: OpenedTree, number: int, array: Tensor) -> Array:
     """Return a parameter, at the rows that its sparse gradient stores if each row has a norm."""
     axes = tree.covered(rule.scope, number, len(array.shape))
     if axes is None or 0 in axes:
@@ -520,7 +520,7 @@ def _take_stored_rows(rule: Choices, tree: OpenedTree, number: int, array: Tenso
 
 
 def _divide_alike(
-    rule: Choices, tree: OpenedTree, params: OpenedTree, arrays: list[Any]
+    rule: RuleSpec, tree: OpenedTree, params: OpenedTree, arrays: list[Any]
 ) -> tuple[list[Any], Shards]:
     """Return the parameters and their shards, sharded as the gradients are.
 

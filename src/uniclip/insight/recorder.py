@@ -543,9 +543,9 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> dict[str, Any]:
     tree = open_tree(grads)
     inputs = StepInputs(rule, [tree], Step(), NoState(), rule.constant)
     result = run_general_step(inputs, apply=None)
-    math_ = result.values.plan.math
-    with math_.library.computation_context(tree.first):
-        zero = math_.to_library(np.zeros((), math_.dtypes[1]))
+    space = result.values.plan.space
+    with space.library.computation_context(tree.first):
+        zero = space.to_library(np.zeros((), space.dtypes[1]))
 
     norms = _with_paths(result.norms())
     names = ["/".join(map(str, path)) or "0" for path, _ in norms]

@@ -12,8 +12,7 @@ from uniclip._errors import Checked
 from uniclip._types import DType, Flags, Limits, Namespace, Norms, Number, State, Tensor
 
 if TYPE_CHECKING:
-    from uniclip._core.measure import Measured
-    from uniclip._core.plan import Block
+    from uniclip._core.blocks import Block, Measured
     from uniclip.backends import Backend
 
 SAVED_NAMES = {"norm_count": "count"}
