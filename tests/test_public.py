@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
+import graphlib
 import inspect
 import re
 import shutil
@@ -229,6 +230,27 @@ INSIDE = {"kit/compiled.py", "kit/devices.py", "test_private.py"}
 """What compiles GPU kernels, stands for a GPU, or takes private names of PyTorch away, for which
 there are no public names.
 """
+
+
+def test_no_modules_import_each_other() -> None:
+    """Modules have an order in which each imports earlier ones only, even for types."""
+    root = Path(uc.__file__).parent
+    paths = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        paths[".".join(parts).removesuffix(".__init__")] = path
+
+    imported: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        modules = imported.setdefault(name, set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module) in paths:
+                for alias in node.names:
+                    module = f"{node.module}.{alias.name}"
+                    modules.add(module if module in paths else str(node.module))
+    assert sum(map(len, imported.values())) > len(imported)
+    # It raises an error that names the modules of a circle.
+    graphlib.TopologicalSorter(imported).prepare()
 
 
 def test_the_suite_uses_public_names() -> None:

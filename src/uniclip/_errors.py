@@ -195,7 +195,7 @@ def below_one(name: str, value: object) -> float:
     raise ValueError(msg)
 
 
-def whole(name: str, value: Any, low: float = -math.inf) -> int:
+def whole_number(name: str, value: Any, low: float = -math.inf) -> int:
     """Validate an integer of any type, at least ``low``; return a Python int."""
     # Frameworks raise errors of any class for an array that is not one integer.
     try:
@@ -555,4 +555,4 @@ class Checked(Printed):
 
 def at_least(low: int) -> Callable[[str, Any], int]:
     """Return a function that validates an integer."""
-    return partial(whole, low=low)
+    return partial(whole_number, low=low)

@@ -116,7 +116,7 @@ Path: TypeAlias = tuple[Any, ...]
 """The keys that lead to a leaf of a tree."""
 
 
-class Step(NamedTuple):
+class StepOptions(NamedTuple):
     """The optional arguments of a step."""
 
     params: Tree = None

@@ -18,7 +18,7 @@ from uniclip._core.spine import run_step
 from uniclip._core.step import run_general_step
 from uniclip._core.tree import open_tree
 from uniclip._errors import LIMIT, nonnegatives, real, summarize
-from uniclip._types import Number, Step, T, Tree
+from uniclip._types import Number, StepOptions, T, Tree
 from uniclip.compose import AnyRule, ByValue, Masked, as_rule, walk_rules
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
@@ -87,7 +87,7 @@ def clip(
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
-    return _clip_by(grads, rule, Step(params, all_reduce, shared=shared))
+    return _clip_by(grads, rule, StepOptions(params, all_reduce, shared=shared))
 
 
 def clip_(
@@ -133,7 +133,7 @@ def clip_(
     >>> grads, float(report.norms)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return _clip_by(grads, rule, Step(params, all_reduce, in_place=True, shared=shared))[1]
+    return _clip_by(grads, rule, StepOptions(params, all_reduce, in_place=True, shared=shared))[1]
 
 
 def clip_and_sum(
@@ -191,7 +191,7 @@ def clip_and_sum(
     _check_stateless(rule, update)
 
     # The spine knows no examples.
-    step = Step(params, all_reduce, shared=shared)
+    step = StepOptions(params, all_reduce, shared=shared)
     inputs = StepInputs(rule, [open_tree(grads)], step, _NO_STATE, rule.constant)
     result = run_general_step(inputs, apply=sum_examples)
     return result.clipped(), result.report()
@@ -349,9 +349,9 @@ def clip_by_global_norm(
     """
     rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
     # One object for the usual arguments, since making one takes a part of a small step.
-    step = _USUAL
+    step = _NO_OPTIONS
     if norm is not None:
-        step = Step(norm=real("norm", norm, "a number or a 0-d array"))
+        step = StepOptions(norm=real("norm", norm, "a number or a 0-d array"))
     limit = nonnegatives("max_norm", max_norm, LIMIT)
     result = run_step(rule, grads, _NO_STATE, step, limit)
     return result.clipped(), result.norms()
@@ -388,7 +388,7 @@ def global_norm(grads: Tree, *, ord: float = 2) -> Any:
     return run_step(rule, grads, _NO_STATE, max_norm=math.inf, apply=None).norms()
 
 
-_USUAL = Step()
+_NO_OPTIONS = StepOptions()
 _NO_STATE = NoState()
 _AVERAGE = by_average_norm(1.0)
 _ALL = {p: by_global_norm(1.0, ord=p) for p in (1, 2, math.inf)}
@@ -401,7 +401,7 @@ def _rule_of_order(rules: dict[float, Rule], ord: object) -> Rule | None:
     return rules.get(ord) if type(ord) in {int, float} else None  # type: ignore[call-overload]
 
 
-def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
+def _clip_by(grads: T, rule: AnyRule, step: StepOptions) -> tuple[T, Report]:
     """Take a step of a stateless rule."""
     rule = as_rule(rule)
     where = ", in_place=True" if step.in_place else ""

@@ -18,10 +18,10 @@ import numpy as np
 import optree
 
 from uniclip._core.collectives import AllReduce, Loss, Shared
-from uniclip._core.containers import Flat, flatten, flatten_known, place
+from uniclip._core.containers import Flat, expression_of, flatten, flatten_known
 from uniclip._core.spine import run_spine, run_step
 from uniclip._errors import check, summarize
-from uniclip._types import Number, Step, T, Tree
+from uniclip._types import Number, StepOptions, T, Tree
 from uniclip._warnings import warn
 from uniclip.backends import outlives, to_lists, to_remember
 from uniclip.compose import AnyRule, Chain, as_rule
@@ -186,7 +186,7 @@ class Clipper:
         ValueError, FloatingPointError
             As `uniclip.clip`; and if a loaded state belongs to another rule or to other gradients.
         """
-        return self._step(grads, Step(params, all_reduce, loss, shared=shared))[0]
+        return self._step(grads, StepOptions(params, all_reduce, loss, shared=shared))[0]
 
     def clip_(
         self,
@@ -198,7 +198,9 @@ class Clipper:
         shared: Shared | None = None,
     ) -> Report:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
-        return self._step(grads, Step(params, all_reduce, loss, in_place=True, shared=shared))[1]
+        return self._step(
+            grads, StepOptions(params, all_reduce, loss, in_place=True, shared=shared)
+        )[1]
 
     def init(self, grads: Tree) -> None:
         """Make the state before the first step, from gradients or from parameters of the
@@ -389,7 +391,7 @@ class Clipper:
             return state
         return restore_state(self._last.loaded, self.rule, leaves, state)
 
-    def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
+    def _step(self, grads: Any, step: StepOptions) -> tuple[Any, Report]:
         """Take a step, and hold its state and its report."""
         # A user's class need not derive from `BaseRule`.
         if getattr(self.rule, "on_spine", False):
@@ -401,7 +403,7 @@ class Clipper:
                 return known_spec.unflatten(clipped_leaves), report
         return self._step_generally(grads, step)
 
-    def _step_generally(self, grads: Any, step: Step) -> tuple[Any, Report]:
+    def _step_generally(self, grads: Any, step: StepOptions) -> tuple[Any, Report]:
         """Take a step of any kind."""
         last = self._last
         rule = self.rule
@@ -435,7 +437,7 @@ class Clipper:
         self._see(report, skipped=report.was_skipped())
         return clipped, report
 
-    def _with_state(self, grads: Flat, step: Step, *, has_gradients: bool) -> _Last:
+    def _with_state(self, grads: Flat, step: StepOptions, *, has_gradients: bool) -> _Last:
         """Return what is held, with the leaves of this step, and the first state if there is none.
 
         Raises
@@ -454,7 +456,7 @@ class Clipper:
             state = self._first_state(_tree_for_state(grads, step), leaves)
         return last._replace(state=state, leaves=leaves, spec=spec)
 
-    def _check_leaves(self, grads: Flat, step: Step) -> tuple[Leaves, Any]:
+    def _check_leaves(self, grads: Flat, step: StepOptions) -> tuple[Leaves, Any]:
         """Return the leaves of the norms in the state, and the structure that they are read from.
 
         Raises
@@ -483,7 +485,7 @@ class Clipper:
         self._last = self._last._replace(report=None)
 
     def step_on_spine(
-        self, leaves: list[Any], step: Step, spec: Any = None
+        self, leaves: list[Any], step: StepOptions, spec: Any = None
     ) -> tuple[list[Any], Any, Report] | None:
         """Take a step on the spine, and hold its state and its report; return the leaves, whether
         the step is skipped, and the report.
@@ -636,7 +638,7 @@ class _Window:
             return totals
 
 
-def _tree_for_state(grads: Flat, step: Step) -> Flat:
+def _tree_for_state(grads: Flat, step: StepOptions) -> Flat:
     """Return the tree whose shapes the first state has: the parameters if gradients are absent."""
     absent = any([leaf is None for leaf in grads.leaves])
     if step.params is not None and (absent or step.all_reduce is not None):
@@ -659,7 +661,7 @@ def _describe_others(rule: BaseRule, before: list[str], now: list[str]) -> str:
 def _describe_nothing(flat: Flat) -> str:
     which = "there are no gradients"
     if flat.leaves:
-        which = f"{place('grads', flat.spec.paths()[0])} is None"
+        which = f"{expression_of('grads', flat.spec.paths()[0])} is None"
     return (
         f"{which} here, but another process may have one, and with all_reduce it would wait for "
         "this one: pass params=, the parameters of this process, which say of what framework, "

@@ -29,7 +29,7 @@ from uniclip._errors import (
     set_frozen_fields,
     summarize,
 )
-from uniclip._types import Array, DType, Namespace, Number, Path, Step, T, Tensor, Tree
+from uniclip._types import Array, DType, Namespace, Number, Path, StepOptions, T, Tensor, Tree
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import broadcasts, from_numpy, known_ordered, same_shape
@@ -129,7 +129,7 @@ class Chain(BaseRule):
         """Return the states of the rules before the first step; see `Rule.init`."""
         return tuple(rule.init(grads) for rule in self.rules)
 
-    def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Tree, Report]:
+    def _run(self, grads: Tree, state: Any, step: StepOptions) -> tuple[Tree, Tree, Report]:
         """Run the rules; see `Rule.update`."""
         if self.on_spine:
             leaves, spec = flatten_known(grads)
@@ -204,7 +204,7 @@ class Masked(BaseRule):
         backend = backend_for(leaves, "params", spec)
         return optree.tree_map(lambda array: from_numpy(backend, array, present[0]), state)
 
-    def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Any, Report]:
+    def _run(self, grads: Tree, state: Any, step: StepOptions) -> tuple[Tree, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         chosen = self.choose_leaves(leaves, spec)
@@ -282,7 +282,7 @@ class EachArray(BaseRule):
         """Return the empty state."""
         return NoState()
 
-    def _run(self, grads: Tree, state: Any, step: Step) -> tuple[Tree, Any, Report]:
+    def _run(self, grads: Tree, state: Any, step: StepOptions) -> tuple[Tree, Any, Report]:
         """Replace each gradient array, or the stored values of a sparse one,
         elements at a repeated index summed.
         """
@@ -298,7 +298,7 @@ class EachArray(BaseRule):
             for number in opened.wrapped:
                 if opened.is_sparse(number):
                     array = opened.arrays[number]
-                    _with_place(opened.place, number, self._raise_if_rows, array)
+                    _with_place(opened.expression, number, self._raise_if_rows, array)
 
             changed = self._change_all(opened, take(opened.arrays, numbers))
             if changed is None:
@@ -317,19 +317,21 @@ class EachArray(BaseRule):
         cache: dict[DType, Any] = {}
         for number in opened.leaf_info.present:
             changes[number] = _with_place(
-                opened.place, number, self._change, opened, arrays[number], cache
+                opened.expression, number, self._change, opened, arrays[number], cache
             )
 
         if opened.in_place:
             write = opened.backend.write
             for number in numbers:
                 function, operands = changes[number]
-                _with_place(opened.place, number, write, arrays[number], function, *operands)
+                _with_place(opened.expression, number, write, arrays[number], function, *operands)
             opened.write(numbers)
             return opened.spec.unflatten(opened.leaves)
 
         for number, (function, operands) in changes.items():
-            arrays[number] = _with_place(opened.place, number, function, arrays[number], *operands)
+            arrays[number] = _with_place(
+                opened.expression, number, function, arrays[number], *operands
+            )
         return opened.close(arrays)
 
     def _change_all(self, opened: OpenedTree, arrays: list[Any]) -> list[Any] | None:  # noqa: ARG002

@@ -21,7 +21,7 @@ from uniclip._errors import (
     flag,
     set_frozen_fields,
 )
-from uniclip._types import Number, Step, T, Tree
+from uniclip._types import Number, StepOptions, T, Tree
 from uniclip.limits import NoState
 from uniclip.report import Report
 
@@ -42,7 +42,7 @@ class BaseRule(Printed):
         """Return the state before the first step."""
         raise NotImplementedError
 
-    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    def _run(self, grads: Any, state: Any, step: StepOptions) -> tuple[Any, Any, Report]:
         """Take a step, given validated arguments; see `update`."""
         raise NotImplementedError
 
@@ -85,7 +85,9 @@ class BaseRule(Printed):
         TypeError, ValueError, FloatingPointError
             As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
-        step = Step(params, all_reduce, loss, in_place=flag("in_place", in_place), shared=shared)
+        step = StepOptions(
+            params, all_reduce, loss, in_place=flag("in_place", in_place), shared=shared
+        )
         return self._run(grads, state, step)
 
 
@@ -146,7 +148,7 @@ class Rule(RuleSpec, BaseRule):
         with tree.backend.computation_context(tree.first):
             return first_state(self, tree, plan_for(self, [tree], mode))
 
-    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    def _run(self, grads: Any, state: Any, step: StepOptions) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
         result = run_step(self, grads, state, step)
         # In place, the caller gets the same tree back; an iterator is exhausted by now.
@@ -167,7 +169,7 @@ def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
     return call
 
 
-def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+def take_step(rule: Any, grads: Any, state: Any, step: StepOptions) -> tuple[Any, Any, Report]:
     """Take a step by a rule of any class; ``grads`` may be `uniclip._core.tree.Flat`."""
     # A user's class may override `update`, which takes the arguments one by one.
     if isinstance(rule, BaseRule) and type(rule).update is BaseRule.update:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import optree
 
-from uniclip._core.containers import Flat, flatten, place
+from uniclip._core.containers import Flat, expression_of, flatten
 from uniclip._core.plan import label_of
 from uniclip._errors import check, stable, summarize
 from uniclip._types import Tensor, Tree
@@ -237,7 +237,7 @@ def renamed(
     return {**saved, "leaves": new_leaves}
 
 
-def names_of(state: Any) -> list[str]:
+def names_in(state: Any) -> list[str]:
     """Return a name for each array of a state: the fields, keys and indices that lead to it."""
     return list(map(_name_of_path, optree.tree_accessors(state)))
 
@@ -397,7 +397,7 @@ def merge_states(rule: BaseRule, first: Saved, other: Saved) -> Saved:
 
 def values_of(state: Any) -> dict[str, Any]:
     """Return the arrays of a state by name."""
-    return dict(zip(names_of(state), optree.tree_leaves(state), strict=True))
+    return dict(zip(names_in(state), optree.tree_leaves(state), strict=True))
 
 
 def _check_format(saved: object) -> None:
@@ -609,12 +609,12 @@ def _labels_of_rule(rule: Rule, flat: Flat) -> list[str]:
     paths = flat.spec.paths()
     label = rule.scope.label
     if label is None:
-        return [stable(place("", path)) for path in paths]
+        return [stable(expression_of("", path)) for path in paths]
 
     # A limit for each group has a state for all of its groups, also for those without a leaf.
     groups = list(rule.limit.groups)
     for path, leaf in zip(paths, flat.leaves, strict=True):
-        groups.append(label_of(label, path, leaf, place("grads", path)))
+        groups.append(label_of(label, path, leaf, expression_of("grads", path)))
     # A state has its groups in the order of their labels, not in that of the leaves.
     return sorted({stable(repr(group)) for group in groups})
 

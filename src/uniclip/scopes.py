@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from uniclip._errors import Printed, check, set_frozen_fields, whole
+from uniclip._errors import Printed, check, set_frozen_fields, whole_number
 from uniclip._types import Path
 
 __all__ = [
@@ -117,10 +117,10 @@ class Scope(Printed):
 def _axis_numbers(axes: object) -> tuple[int, ...]:
     """Return one axis, or a sequence of axes, as a tuple of Python integers."""
     if isinstance(axes, (list, tuple, range)):
-        return tuple([whole("axis", axis) for axis in axes])
+        return tuple([whole_number("axis", axis) for axis in axes])
 
     check("axis", axes, hasattr(axes, "__index__"), "a whole number or a tuple of them")
-    return (whole("axis", axes),)
+    return (whole_number("axis", axes),)
 
 
 def everything(path: Path, leaf: object) -> Hashable:  # noqa: ARG001 - the signature of a label
@@ -145,7 +145,7 @@ class FanIn:
     def __post_init__(self) -> None:
         """Validate the axis."""
         if self.axis is not None:
-            set_frozen_fields(self, axis=whole("axis", self.axis))
+            set_frozen_fields(self, axis=whole_number("axis", self.axis))
 
     def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
         """Return all axes but the output axis."""
@@ -174,7 +174,7 @@ class Stacked:
     def __post_init__(self) -> None:
         """Validate the number of axes."""
         if not callable(self.layers):
-            set_frozen_fields(self, layers=whole("stacked", self.layers, 0))
+            set_frozen_fields(self, layers=whole_number("stacked", self.layers, 0))
 
     def __call__(
         self, ndim: int, output_axis: int, path: Path = (), leaf: object = None
@@ -182,7 +182,7 @@ class Stacked:
         """Return the axes of a leaf that one norm covers."""
         count = self.layers
         if callable(count):
-            count = whole("stacked", count(path, leaf), 0)
+            count = whole_number("stacked", count(path, leaf), 0)
         if 0 < ndim <= count or ndim < count:
             msg = (
                 f"stacked={count} leaves no axis of a layer; pass a function that returns the "

@@ -776,7 +776,7 @@ def _replicas_of(plan: Layout, tree: OpenedTree, reduction: Reduction) -> list[i
 
     # In JAX, for example, the type of an array says along which axes it is replicated.
     counts = plan.space.library.replicas(
-        arrays, reduction.all_reduce, marked, lambda n: tree.place(present[n])
+        arrays, reduction.all_reduce, marked, lambda n: tree.expression(present[n])
     )
     if counts is not None:
         replicas = [1] * len(tree.leaves)
@@ -816,7 +816,7 @@ def reduce_payload(
     else:
         local = list(map(space.to_library, local))
         # XLA makes one reduction of many.
-        if space.separate:
+        if space.unstacked:
             reduced = []
             for array in local:
                 wide = cast(xp, array, space.sum_dtype)

@@ -51,7 +51,7 @@ class Spec(Protocol):
         """Return the path of each leaf."""
 
 
-def place(name: str, path: Path) -> str:
+def expression_of(name: str, path: Path) -> str:
     """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
     return name + "".join(f"[{printed(key)}]" for key in path)
 

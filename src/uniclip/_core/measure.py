@@ -24,7 +24,7 @@ from uniclip._core.plan import Plan
 from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
-from uniclip._types import Flags, Namespace, Norms, Step, Tensor
+from uniclip._types import Flags, Namespace, Norms, StepOptions, Tensor
 from uniclip.backends.arithmetic import divided_by
 from uniclip.backends.arrays import check_shape, known_true
 from uniclip.backends.base import FITS, FITS_FLOAT64, LIBRARY, NUMPY, Terms, expand_to_leaf
@@ -45,7 +45,7 @@ class StepInputs(NamedTuple):
     rule: RuleSpec
     trees: Sequence[OpenedTree]
     """The gradients, and the parameters if the limit needs them."""
-    step: Step
+    step: StepOptions
     state: Any
     constant: Any
     """A limit that is a number or an array; ``None`` if the rule's limit is asked."""
@@ -308,7 +308,7 @@ def _norms_of_sums(
         return _roots(plan, norm, _add_terms(plan, trees, terms, exchange))
     # XLA takes as long to compile the rare branch of a conditional as all the rest, and reserves
     # memory for a copy of the gradients, so its programs always measure in units.
-    if p != 2 or plan.space.library.debug_infs() or plan.space.separate:
+    if p != 2 or plan.space.library.debug_infs() or plan.space.unstacked:
         return _norms_in_units(plan, trees, norm, exchange)
 
     # Squares may have left the range of their sums: if so, all are made again, in units.

@@ -68,7 +68,7 @@ class NormSpace:
         """Whether the step is traced: arrays have no values, and nothing may be cached."""
         self.on_device = mode == LIBRARY
         """Whether the library computes eagerly: on an accelerator, or for a limit with arrays."""
-        self.separate = self.compiled and not self.library.stacks(None)
+        self.unstacked = self.compiled and not self.library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
         self.backend: Backend = DEFAULT if self.host else self.library
         """The backend of norms, limits and factors."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from uniclip._core.blocks import Block, Groups, Label
 from uniclip._core.collectives import Collectives, Reduction
-from uniclip._core.containers import place
+from uniclip._core.containers import expression_of
 from uniclip._core.norm_space import NormSpace
 from uniclip._core.sizes import Sizes, count_elements, needs_sizes, sizes_of_counts
 from uniclip._core.tree import OpenedTree
@@ -316,7 +316,7 @@ def group_leaves(rule: RuleSpec, tree: OpenedTree, *, everywhere: bool) -> Group
     for number, (path, leaf) in enumerate(zip(tree.paths(), tree.leaves, strict=True)):
         if leaf is None and not everywhere:
             continue
-        of_leaf = label_of(label, path, leaf, place(tree.name, path))
+        of_leaf = label_of(label, path, leaf, expression_of(tree.name, path))
         groups.setdefault(of_leaf, []).append(number)
 
     # Sorted, since processes may meet the labels in different orders.
@@ -326,7 +326,7 @@ def group_leaves(rule: RuleSpec, tree: OpenedTree, *, everywhere: bool) -> Group
 def names_of_norms(rule: RuleSpec, tree: OpenedTree) -> list[str]:
     """Return a name for each norm, of its group or leaf, for processes to compare."""
     if rule.scope.label is None:
-        return [stable(place("", path)) for path in tree.spec.paths()]
+        return [stable(expression_of("", path)) for path in tree.spec.paths()]
     return [_text(label) for label in group_leaves(rule, tree, everywhere=True)]
 
 
@@ -364,7 +364,7 @@ def _stack_norms(  # noqa: PLR0913 - called in one place
 ) -> list[Block]:
     """Stack norms in as few blocks as possible: each operation is one call for each block."""
     # In compiled code the reverse is true: each row taken out of an array takes long to compile.
-    never_stack = space.separate and not (rule.stateful or rule.scope.label is everything)
+    never_stack = space.unstacked and not (rule.stateful or rule.scope.label is everything)
     # Norms with kept axes are stacked only if their shapes are known and none is absent.
     can_stack = not (everywhere or space.compiled)
     present = {}
@@ -467,7 +467,7 @@ def _collectives_of(
     if reduction is None and plan.space.compiled and rule.scope.axes is None:
         present = tree.leaf_info.present
         arrays = take(tree.arrays, present)
-        tree.backend.replicas(arrays, None, None, lambda n: tree.place(present[n]))
+        tree.backend.replicas(arrays, None, None, lambda n: tree.expression(present[n]))
 
     if reduction is None and not any([one.shards for one in trees]):
         return None
@@ -621,13 +621,13 @@ def _covered_axes(tree: OpenedTree, scope: Scope, number: int) -> Axes:
     try:
         axes = tree.covered(scope, number, len(shape))
     except (TypeError, ValueError) as error:
-        msg = f"{tree.place(number)} of shape {tuple(shape)}: {error}"
+        msg = f"{tree.expression(number)} of shape {tuple(shape)}: {error}"
         raise type(error)(msg) from None
 
     if axes and by_entry:
         msg = (
-            f"{tree.place(number)} is sparse and stores single elements, which have no axes to "
-            "take norms along; use a scope of whole leaves"
+            f"{tree.expression(number)} is sparse and stores single elements, which have no axes "
+            "to take norms along; use a scope of whole leaves"
         )
         raise TypeError(msg)
 
@@ -647,7 +647,7 @@ def raise_if_rows(tree: OpenedTree, axes: list[Axes], rule: RuleSpec, does: str)
         covered = axes[number]
         if covered is not None and 0 not in covered and tree.is_sparse(number):
             msg = (
-                f"{tree.place(number)} is sparse and stores other rows at each step, but "
+                f"{tree.expression(number)} is sparse and stores other rows at each step, but "
                 f"{summarize(rule)} {does} for each row; make the gradient dense, or use a scope "
                 "of whole leaves"
             )
@@ -670,4 +670,4 @@ def _check_equal_shapes(tree: OpenedTree, axes: list[Axes], group: Sequence[int]
 
 
 def _place_and_shape(tree: OpenedTree, number: int) -> str:
-    return f"{tree.place(number)} of shape {tuple(tree.arrays[number].shape)}"
+    return f"{tree.expression(number)} of shape {tuple(tree.arrays[number].shape)}"

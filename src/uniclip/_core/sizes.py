@@ -97,8 +97,8 @@ def _count_leaf(plan: Layout, tree: OpenedTree, number: int) -> float | Tensor:
     if getattr(shape, "rank", 0) is None or any([length is None for length in shape]):
         if tree.is_sparse(number):
             msg = (
-                f"{tree.place(number)} is sparse and has no size to average over; pass it with a "
-                "dense_shape"
+                f"{tree.expression(number)} is sparse and has no size to average over; pass it "
+                "with a dense_shape"
             )
             raise ValueError(msg)
 

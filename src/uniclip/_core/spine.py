@@ -27,7 +27,7 @@ from uniclip._core.plan import PLAN_CACHE_SIZE, Plan
 from uniclip._core.step import decide, run_general_step, state_where
 from uniclip._core.tree import open_leaves
 from uniclip._errors import check_step_arguments
-from uniclip._types import Step, Tree
+from uniclip._types import StepOptions, Tree
 from uniclip.backends import BACKEND_CACHE, DEFAULT, backend_of
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.base import (
@@ -98,7 +98,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     rule: RuleSpec,
     grads: Tree,
     state: Any,
-    step: Step = Step(),  # noqa: B008 - it never changes
+    step: StepOptions = StepOptions(),  # noqa: B008 - it never changes
     max_norm: Any = None,
     *,
     apply: Apply | None = scale_leaves,
@@ -110,7 +110,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     rule : Rule
     grads : tree
     state : tree of arrays
-    step : Step
+    step : StepOptions
     max_norm : float or 0-d array, optional
         A constant limit in place of the rule's.
     apply : function, optional
@@ -135,7 +135,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
 
 
 def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
-    rule: Any, leaves: list[Any], state: Any, step: Step, limit: Any = None
+    rule: Any, leaves: list[Any], state: Any, step: StepOptions, limit: Any = None
 ) -> tuple[list[Any], Decision] | None:
     """Take a step on the spine: return the clipped leaves, and what was decided.
 
@@ -172,7 +172,7 @@ def run_spine(  # noqa: PLR0911 - one for each thing that may not apply
     return leaves if step.in_place else fill_places(leaves, scaled), decided
 
 
-def _measure(rule: Any, leaves: list[Any], step: Step) -> OneNorm | None:
+def _measure(rule: Any, leaves: list[Any], step: StepOptions) -> OneNorm | None:
     """Return the norm of leaves, with the loss of the step beside it if the rule uses one."""
     # Only the general path validates and uses these arguments.
     if step.params is not None or step.all_reduce is not None:
@@ -365,7 +365,7 @@ def _decide_by_arrays(rule: RuleSpec, measured: OneNorm, state: Any, limit: Any)
     else:
         norms, finite_norms = norm
 
-    inputs = StepInputs(rule, [], Step(), state, limit)
+    inputs = StepInputs(rule, [], StepOptions(), state, limit)
     of_step = Measured([norms], [finite_norms], loss=loss)
     with plan.space.backend.computation_context(norms):
         step_finite = None
@@ -450,7 +450,7 @@ def _runs_unread(rule: Any, limit: Any) -> bool:
 
 
 def _clip_at_once(
-    rule: Any, measured: OneNorm, leaves: list[Any], step: Step, limit: Any
+    rule: Any, measured: OneNorm, leaves: list[Any], step: StepOptions, limit: Any
 ) -> tuple[list[Any], Decision] | None:
     """Clip leaves by a constant limit; ``None`` if the backend is not faster than in parts.
 

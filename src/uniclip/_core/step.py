@@ -41,7 +41,7 @@ from uniclip._core.measure import StepInputs, measure
 from uniclip._core.plan import Plan, names_of_norms, norm_space_of, plan_for
 from uniclip._core.tree import OpenedTree, with_params
 from uniclip._errors import NonFiniteError, check_step_arguments
-from uniclip._types import Factors, Flags, Step
+from uniclip._types import Factors, Flags, StepOptions
 from uniclip.backends import Backend, backend_of, library_of
 from uniclip.backends.arithmetic import finite_or_zero
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED
@@ -228,7 +228,7 @@ def _is_viewable(backend: Backend, value: object) -> bool:
     return library.as_numpy(value) is not None
 
 
-def _agree(rule: RuleSpec, tree: OpenedTree, mode: int, step: Step) -> Reduction | None:
+def _agree(rule: RuleSpec, tree: OpenedTree, mode: int, step: StepOptions) -> Reduction | None:
     """Return the reduction over the processes of a step; at the first step, let them agree.
 
     This comes before the plan, which depends on their number and dtypes.
@@ -307,7 +307,7 @@ def _raise_if_nonfinite(tree: OpenedTree, plan: Plan, finite: Flags) -> None:
     # Only a step that fails pays for reading all elements.
     xp = tree.backend.xp
     bad = [
-        tree.place(number)
+        tree.expression(number)
         for number in tree.leaf_info.present
         if not bool(xp.all(xp.isfinite(tree.arrays[number])))
     ]

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uniclip._core.containers import Leaf, Spec, flatten_known, open_containers, place
+from uniclip._core.containers import Leaf, Spec, expression_of, flatten_known, open_containers
 from uniclip._core.storage import find_shared_storage
 from uniclip._errors import article, describe, summarize
-from uniclip._types import Array, Axes, Path, Step, Tensor, Tree
+from uniclip._types import Array, Axes, Path, StepOptions, Tensor, Tree
 from uniclip.backends import BACKEND_CACHE, DEFAULT, Backend, backend_of, compiling
 from uniclip.backends.arithmetic import cast
 from uniclip.backends.arrays import same_shape
@@ -112,9 +112,9 @@ class OpenedTree(NamedTuple):
         """Return the path of each leaf."""
         return self.spec.paths()
 
-    def place(self, number: int) -> str:
+    def expression(self, number: int) -> str:
         """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
-        return place(self.name, self.paths()[number])
+        return expression_of(self.name, self.paths()[number])
 
     def close(self, arrays: list[Any]) -> Any:
         """Return a tree of the original structure and formats, given changed arrays."""
@@ -148,7 +148,7 @@ class OpenedTree(NamedTuple):
         A leaf that is opened as a copy is written all the same: it may have other rows in that
         storage, or another factor.
         """
-        repeated = find_shared_storage(self.backend, self.leaves, self.place)
+        repeated = find_shared_storage(self.backend, self.leaves, self.expression)
         written: set[int] = set()
         for number in repeated:
             # The same object needs one write; two leaves with the same storage may differ.
@@ -304,15 +304,15 @@ def _raise_if_not_writable(tree: OpenedTree, *, whole: bool) -> None:
     for number in tree.wrapped:
         if not whole and tree.is_integral(number):
             msg = (
-                f"{tree.place(number)} holds integers, which a rule of norms scales to fractions, "
-                "so they can't be clipped in place; use clipped, report = uc.clip(grads, rule), "
-                "or make them floating-point numbers"
+                f"{tree.expression(number)} holds integers, which a rule of norms scales to "
+                "fractions, so they can't be clipped in place; use clipped, report = "
+                "uc.clip(grads, rule), or make them floating-point numbers"
             )
             raise TypeError(msg)
 
     if not tree.backend.writes:
         # Its error says what to use for arrays that never change.
-        find_shared_storage(tree.backend, tree.leaves, tree.place)
+        find_shared_storage(tree.backend, tree.leaves, tree.expression)
 
 
 def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
@@ -348,7 +348,7 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
 
     def described(number: int) -> str:
         noun = describe(leaves[number])
-        return f"{place(name, spec.paths()[number])} is {article(noun)} {noun}"
+        return f"{expression_of(name, spec.paths()[number])} is {article(noun)} {noun}"
 
     # The first leaf decides, and an error names it beside the one that differs.
     chosen = None
@@ -388,7 +388,7 @@ def backend_for(leaves: Sequence[Leaf], name: str, spec: Spec) -> Backend:
 
 
 def with_params(
-    rule: RuleSpec, tree: OpenedTree, step: Step
+    rule: RuleSpec, tree: OpenedTree, step: StepOptions
 ) -> tuple[OpenedTree, OpenedTree | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
@@ -482,14 +482,15 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
     """Raise if parameters are not those of the gradients."""
     present = tree.leaf_info.present
     if present and params.leaf_info.present and params.backend is not tree.backend:
-        gradient = tree.place(present[0])
-        msg = f"{params.place(present[0])} belongs to another framework than {gradient}"
+        gradient = tree.expression(present[0])
+        msg = f"{params.expression(present[0])} belongs to another framework than {gradient}"
         raise TypeError(msg)
 
     shapes = tree.shapes()
     for number in present:
         if params.leaves[number] is None:
-            msg = f"{tree.place(number)} has no parameter: {params.place(number)} is missing"
+            parameter = params.expression(number)
+            msg = f"{tree.expression(number)} has no parameter: {parameter} is missing"
             raise ValueError(msg)
 
         shape = params.leaves[number].shape
@@ -497,8 +498,8 @@ def _check_params(tree: OpenedTree, params: OpenedTree) -> None:
         # A length that is known only at run time is None here.
         if not (shape == of_gradient or same_shape(shape, of_gradient)):
             msg = (
-                f"{params.place(number)} has shape {tuple(shape)}, but {tree.place(number)} has "
-                f"{tuple(of_gradient)}"
+                f"{params.expression(number)} has shape {tuple(shape)}, but "
+                f"{tree.expression(number)} has {tuple(of_gradient)}"
             )
             raise ValueError(msg)
 
@@ -510,9 +511,9 @@ def _take_stored_rows(rule: RuleSpec, tree: OpenedTree, number: int, array: Tens
         return array
     if tree.wrapped[number].by_entry:
         msg = (
-            f"{tree.place(number)} is sparse, and stores single elements: {summarize(rule)} would "
-            "compare them with other elements of the parameter; make the gradient dense, or use a "
-            "scope of whole leaves"
+            f"{tree.expression(number)} is sparse, and stores single elements: {summarize(rule)} "
+            "would compare them with other elements of the parameter; make the gradient dense, or "
+            "use a scope of whole leaves"
         )
         raise TypeError(msg)
 

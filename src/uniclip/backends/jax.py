@@ -269,7 +269,7 @@ Names: TypeAlias = tuple[str, ...]
 """The names of axes."""
 
 
-def names_of(all_reduce: object) -> Names | None:
+def axis_names_of(all_reduce: object) -> Names | None:
     """Return the names of axes, ``None`` if ``all_reduce`` is something else."""
     if isinstance(all_reduce, str):
         return (all_reduce,)
@@ -702,7 +702,7 @@ class _JAX(Backend[jax.Array]):
         return operands
 
     def reducer(self, all_reduce: object) -> Reduce | None:
-        names = names_of(all_reduce)
+        names = axis_names_of(all_reduce)
         if names is None:
             return None
         return partial(_reduce_over_axes, names)
@@ -715,7 +715,7 @@ class _JAX(Backend[jax.Array]):
         place: Callable[[int], str],
     ) -> list[int] | None:
         # Without all_reduce, an array must not vary along any axis.
-        names = () if all_reduce is None else names_of(all_reduce)
+        names = () if all_reduce is None else axis_names_of(all_reduce)
         if names is None:
             return None
         counts = _count_replicas(arrays, names, shared, place)

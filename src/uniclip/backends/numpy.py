@@ -456,7 +456,7 @@ class _NumPy(Backend[View]):
             if not in_place:
                 return [array * factor for array in arrays]
             # The general path finds out which arrays overlap or are read-only, and names them.
-            if not _are_separate(arrays):
+            if not _are_disjoint(arrays):
                 return None
             return [np.multiply(array, factor, out=array) for array in arrays]
 
@@ -506,7 +506,7 @@ class _NumPy(Backend[View]):
         return new.astype(array.dtype)
 
     def storage(self, leaves: list[Any]) -> list[Storage] | None:
-        if _are_separate(leaves):
+        if _are_disjoint(leaves):
             return None
         # Scalars are read-only, too.
         return [(leaf, None if leaf.flags.writeable else "it is read-only") for leaf in leaves]
@@ -558,7 +558,7 @@ def _squares_along_axes(array: View, axes: Axes, *, wide: bool) -> View:
     return np.where((total == 0) & nonzero, UNDERFLOWN, total)
 
 
-def _are_separate(arrays: list[Any]) -> bool:
+def _are_disjoint(arrays: list[Any]) -> bool:
     """Return whether a quick check shows that arrays are writable, without gaps, and do not
     overlap.
     """

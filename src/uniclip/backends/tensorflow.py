@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
-from tensorflow.python.eager import record
+from tensorflow.python.eager import record as tape
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 
@@ -262,7 +262,7 @@ class _TensorFlow(Backend[tf.Tensor]):
             return TRACED
 
         # There is no public function to find out whether a tape records.
-        if record.could_possibly_record():
+        if tape.could_possibly_record():
             return RECORDED
         return HOST if leaf_info.reads else LIBRARY
 
@@ -283,7 +283,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         )
 
     def as_numpy(self, array: tf.Tensor) -> View | None:
-        if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
+        if array.dtype not in _VIEWED or not self.readable(array) or tape.could_possibly_record():
             return None
         return np.asarray(array.numpy())
 
@@ -301,7 +301,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         return list(map(tf.identity, arrays))
 
     def one_norm(self, leaves: list[tf.Tensor | None], *, in_place: bool) -> OneNorm | None:
-        if not tf.executing_eagerly() or record.could_possibly_record():
+        if not tf.executing_eagerly() or tape.could_possibly_record():
             return None
         tensors = [leaf for leaf in leaves if leaf is not None]
         dtype = tensors[0].dtype
@@ -428,7 +428,7 @@ class _TensorFlow(Backend[tf.Tensor]):
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
     def detach(self, array: tf.Tensor) -> tf.Tensor:
-        recorded = self.traced(array) or record.could_possibly_record()
+        recorded = self.traced(array) or tape.could_possibly_record()
         if not recorded or isinstance(array, tf.Variable):
             return array
         return tf.stop_gradient(array)

@@ -18,8 +18,8 @@ from uniclip._core.containers import flatten
 from uniclip._core.measure import StepInputs
 from uniclip._core.step import run_general_step
 from uniclip._core.tree import open_tree
-from uniclip._errors import check, real, whole
-from uniclip._types import Number, Step, Tree
+from uniclip._errors import check, real, whole_number
+from uniclip._types import Number, StepOptions, Tree
 from uniclip._types import Path as KeyPath
 from uniclip._warnings import warn
 from uniclip.backends import compiling, library_of
@@ -118,7 +118,7 @@ class Recorder:
         check("leaves", leaves, isinstance(leaves, bool) or leaves == "all", 'True, False or "all"')
 
         self.path = None if callable(to) else Path(to).absolute()
-        self.every = int(whole("every", every, 1))
+        self.every = int(whole_number("every", every, 1))
         self.leaves = leaves
         self.rule: BaseRule | None = None if rule is None else as_rule(rule)
         """The rule, if it is known."""
@@ -299,7 +299,7 @@ class Recorder:
         if step is None:
             return 1 if self.step is None else self.step + 1
 
-        number = int(whole("step", step, 0))
+        number = int(whole_number("step", step, 0))
         check("step", step, number < 2**63, "a number that int64 holds")
         if self.step is not None and number <= self.step:
             msg = f"step must be above the last recorded step, {self.step}, got {number}"
@@ -327,7 +327,7 @@ class Recorder:
             The last step before the next recorded one.
         """
         with self._lock:
-            step = int(whole("step", step, 0))
+            step = int(whole_number("step", step, 0))
             self.flush()
             self.step = step
             # A new object reads the file again, and drops the later steps.
@@ -541,7 +541,7 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> dict[str, Any]:
     """
     rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
     tree = open_tree(grads)
-    inputs = StepInputs(rule, [tree], Step(), NoState(), rule.constant)
+    inputs = StepInputs(rule, [tree], StepOptions(), NoState(), rule.constant)
     result = run_general_step(inputs, apply=None)
     space = result.values.plan.space
     with space.library.computation_context(tree.first):

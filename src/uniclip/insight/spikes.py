@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from uniclip._errors import check, positive, whole
+from uniclip._errors import check, positive, whole_number
 from uniclip.insight.record import Booleans, Floats, Integers, Record
 
 Z, WINDOW = 5, 100
@@ -118,7 +118,7 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     expected = "a Record, the result of uniclip.insight.read"
     check("record", record, isinstance(record, Record), expected)
     z = positive("z", z)
-    window = whole("window", window, MIN_EARLIER)
+    window = whole_number("window", window, MIN_EARLIER)
 
     # A norm of NaN in a finite step is unknown, not non-finite.
     finite = record.finite & ~np.isinf(record.norms)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 
-from uniclip._errors import check_range, number, whole
+from uniclip._errors import check_range, number, whole_number
 from uniclip._types import NonFinite
 from uniclip.curves import normalize, reject
 from uniclip.limits import (
@@ -145,8 +145,8 @@ def percentile_clipping(
     [2.0, 2.0, 1.0]
     """
     _check_percentage(percentile)
-    percentile = whole("percentile", percentile, 0)
-    window = whole("window", window, 2)
+    percentile = whole_number("percentile", percentile, 0)
+    window = whole_number("window", window, 2)
     check_range("percentile", percentile, 0, 100)
 
     # bitsandbytes takes one of the sorted norms and does not interpolate: this percentile is
@@ -386,7 +386,7 @@ def skip_spikes(
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 1.1, 0.9, 100.0, 1.0)]
     [1.0, 1.1, 0.9, 0.0, 1.0]
     """
-    window = whole("window", window, 2)
+    window = whole_number("window", window, 2)
     if warmup is None:
         warmup = max(2, window // 2)
     limit = RollingZScore(z, window, warmup)

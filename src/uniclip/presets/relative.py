@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from uniclip._errors import whole
+from uniclip._errors import whole_number
 from uniclip._types import Array, NonFinite, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.norms import Norm
@@ -84,7 +84,7 @@ def agc(  # noqa: PLR0913 - the arguments of the published rule, and of its leav
             "the one that it does not; pass one of them"
         )
         raise ValueError(msg)
-    scope = unit(None if output_axis is None else whole("output_axis", output_axis))
+    scope = unit(None if output_axis is None else whole_number("output_axis", output_axis))
     if axis is not None:
         scope = Scope(axes=axis)
     scope = with_layers(scope, stacked)

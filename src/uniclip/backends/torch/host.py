@@ -25,7 +25,7 @@ from uniclip.backends.numpy import (
     sums_of_arrays,
     worth_concatenating,
 )
-from uniclip.backends.torch.one_norm import LONG, REAL, SINGLE, norm_of
+from uniclip.backends.torch.one_norm import LONG, REAL, SINGLE, host_norm
 from uniclip.backends.torch.private import flatten, foreach_norm
 
 NOT_IN_NUMPY = {torch.bfloat16, torch.complex32}
@@ -43,7 +43,7 @@ def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | No
     ``None`` if NumPy does not have a dtype, or a sum is out of range.
     """
     # The spine computes the same bits.
-    norm = norm_of(arrays) if len(lengths) == 1 else None
+    norm = host_norm(arrays) if len(lengths) == 1 else None
     if norm is not None:
         return np.array([norm * norm])
 
@@ -75,7 +75,7 @@ def _norms_of_each(arrays: list[torch.Tensor]) -> list[float] | None:
         norms_of_short = iter(torch.stack(in_one_call).tolist())
     norms: list[float] = []
     for array, is_in_call in zip(arrays, is_short, strict=True):
-        norm = next(norms_of_short) if is_in_call else norm_of([array])
+        norm = next(norms_of_short) if is_in_call else host_norm([array])
         if norm is None:
             return None
         norms.append(norm)

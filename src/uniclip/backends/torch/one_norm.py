@@ -91,7 +91,7 @@ def one_norm(
     if type(arrays[0]) is not Tensor:
         return None
     if arrays[0].is_cpu:
-        norm = norm_of(arrays)
+        norm = host_norm(arrays)
         if norm is None:
             return None
         dtype = np.float64 if arrays[0].dtype is _FLOAT64 else np.float32
@@ -159,7 +159,8 @@ def _norm_and_factor(groups: list[list[Tensor]], limit: float) -> tuple[Tensor, 
         norms += foreach_norm(group, 2, dtype=_FLOAT64)
     norm = vector_norm(torch.stack(norms)).to(_FLOAT32)
 
-    # The ratio is exactly 1 within the limit. A number divided by a tensor would be two kernels.
+    # As `uniclip.curves.hard`: the ratio is exactly 1 within the limit. A number divided by a
+    # tensor would be two kernels.
     dividend = torch.scalar_tensor(limit, dtype=_FLOAT32, device=CPU)
     ratio = torch.div(dividend, norm.clamp(min=limit))
 
@@ -269,7 +270,7 @@ def _clamp(group: list[Tensor], low: float, high: float, *, in_place: bool) -> l
     return group
 
 
-def norm_of(arrays: Sequence[Tensor]) -> float | None:
+def host_norm(arrays: Sequence[Tensor]) -> float | None:
     """Return the joint norm of dense CPU tensors, all float64 or none.
 
     ``None`` for other tensors, or if the norm is out of range.

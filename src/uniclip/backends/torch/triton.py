@@ -273,9 +273,9 @@ def find_norms(sums, roots, count, BLOCK: tl.constexpr):
 def find_factor(partial_sums, count, limit, factor_and_norm, BLOCK: tl.constexpr):
     """Store the factor min(1, limit / norm) and the norm of all partial sums."""
     norm = tl.sqrt(_add_up(partial_sums, 0, count, BLOCK)).to(tl.float32)
-    # div_rn rounds as PyTorch does. The operator is an approximation.
+    # As `uniclip.curves.hard`. div_rn rounds as PyTorch does. The operator is an approximation.
     factor = tl.where(norm <= limit, 1.0, tl.div_rn(limit, norm))
-    # NaN if the norm is ∞, too.
+    # NaN if the norm is ∞, too, as by `uniclip._core.norm_space.zero_or_nan`.
     tl.store(factor_and_norm, factor + (norm - norm))
     tl.store(factor_and_norm + 1, norm)
 

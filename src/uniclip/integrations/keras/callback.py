@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import keras
 import numpy as np
 
-from uniclip._errors import whole
+from uniclip._errors import whole_number
 from uniclip.integrations import check_record
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
 from uniclip.report import LOGGED, NORM, NORM_MAX
@@ -67,7 +67,7 @@ class LogClipping(keras.callbacks.Callback):
                 "use a recorder with leaves=False"
             )
             raise ValueError(msg)
-        self.every = None if every is None else whole("every", every, 1)
+        self.every = None if every is None else whole_number("every", every, 1)
         self.record = record
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uniclip._core.collectives import AllReduce, Shared, check_shared, reducer_of
 from uniclip._errors import summarize
-from uniclip._types import Step
+from uniclip._types import StepOptions
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
 from uniclip.clipper import Clipper
@@ -200,7 +200,7 @@ def attach_unsaved(  # noqa: PLR0913 - the same as of attach
         )
         raise ValueError(msg)
 
-    step = Step(all_reduce=all_reduce, shared=shared)
+    step = StepOptions(all_reduce=all_reduce, shared=shared)
     check_shards(params.tensors(), "optimizer", rule, step)
     if all_reduce is not None:
         # This raises an error for what cannot reduce.

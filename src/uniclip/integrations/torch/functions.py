@@ -24,7 +24,7 @@ from uniclip._core.collectives import AllReduce, Shared
 from uniclip._core.containers import Flat, flatten_known
 from uniclip._core.spine import Decision, run_spine, run_step
 from uniclip._errors import LIMIT, article, check, check_range, nonnegative, number, summarize
-from uniclip._types import Array, NonFinite, Step
+from uniclip._types import Array, NonFinite, StepOptions
 from uniclip.api import clip_
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor, shards_of_gradients
@@ -37,7 +37,7 @@ from uniclip.rule import Rule
 NOTHING = NoState()
 """The state of the rules of this module, which keep none."""
 
-_IN_PLACE = Step(in_place=True)
+_IN_PLACE = StepOptions(in_place=True)
 _CPU = torch.device("cpu")
 _DISTRIBUTED = torch.distributed.is_available()
 
@@ -147,7 +147,7 @@ def clip_grad_norm_(
         if grads is not None:
             taken = run_spine(rule, grads, NOTHING, _IN_PLACE, max_norm)
             if taken is not None:
-                return _norm_of(taken[1])
+                return _norm_tensor(taken[1])
 
     tensors = _tensors(parameters, "parameters")
     if rule is None:
@@ -161,7 +161,7 @@ def _spec_of_list(length: int) -> Any:
     return flatten_known([None] * length)[1]
 
 
-def _norm_of(decision: Decision) -> torch.Tensor:
+def _norm_tensor(decision: Decision) -> torch.Tensor:
     """Return the norm of a step on the spine."""
     norm: Any = decision.norm
     # A tensor of NumPy's number takes longer.
@@ -183,7 +183,7 @@ def _clip_tensors(
     if type(max_norm) is not float or not max_norm >= 0:
         limit = _limit("max_norm", max_norm)
     if _DISTRIBUTED and torch.distributed.is_initialized():
-        check_shards(tensors, "parameters", rule, Step(None, all_reduce, shared=shared))
+        check_shards(tensors, "parameters", rule, StepOptions(None, all_reduce, shared=shared))
 
     _check_have_grads(tensors)
     grads = grads_of(tensors)
@@ -193,7 +193,7 @@ def _clip_tensors(
     if all_reduce is not None or shared is not None:
         # The parameter of an absent gradient has the shape of what other processes reduce.
         params = [tensor.detach() for tensor in tensors]
-        step = Step(params, all_reduce, in_place=True, shared=shared)
+        step = StepOptions(params, all_reduce, in_place=True, shared=shared)
     elif all([grad is None for grad in grads]):
         return torch.tensor(0.0)
 
@@ -283,7 +283,7 @@ def get_total_norm(
     # These may be gradients, so it is not checked whether they can have one.
     leaves = _tensors(tensors, "tensors", absent=True)
     rule = _rule(norm_type, error_if_nonfinite)
-    check_shards(leaves, "tensors", rule, Step(None, all_reduce, shared=shared))
+    check_shards(leaves, "tensors", rule, StepOptions(None, all_reduce, shared=shared))
 
     values = [leaf if leaf is None else leaf.detach() for leaf in leaves]
     if all([value is None for value in values]):
@@ -292,7 +292,7 @@ def get_total_norm(
         # This process takes part in the reduction with a norm of no elements.
         values = [torch.zeros(0)]
 
-    step = Step(all_reduce=all_reduce, shared=shared)
+    step = StepOptions(all_reduce=all_reduce, shared=shared)
     with torch.no_grad():
         result = run_step(rule, values, NOTHING, step, math.inf, apply=None)
         norm: torch.Tensor = result.norms()
@@ -338,7 +338,7 @@ def clip_grads_with_norm_(
     norm = _total_norm(total_norm)
     tensors = _tensors(parameters, "parameters")
     _check_have_grads(tensors)
-    run_step(rule, grads_of(tensors), NOTHING, Step(norm=norm, in_place=True))
+    run_step(rule, grads_of(tensors), NOTHING, StepOptions(norm=norm, in_place=True))
 
 
 def _rule(norm_type: float, error_if_nonfinite: bool) -> Rule:
@@ -423,12 +423,12 @@ def _tensors(
     for element in found:
         if isinstance(element, torch.Tensor) or (absent and element is None):
             continue
-        msg = f"{name} must hold tensors, got {_describe(element)}; pass {_USUAL[name]}"
+        msg = f"{name} must hold tensors, got {_describe(element)}; pass {_EXAMPLES[name]}"
         raise TypeError(msg)
     return found
 
 
-_USUAL = {
+_EXAMPLES = {
     "parameters": "model.parameters()",
     "tensors": "[p.grad for p in model.parameters()]",
 }
@@ -446,7 +446,7 @@ def _check_iterable(tensors: object, name: str) -> None:
     first = f", and {name} come first" if isinstance(tensors, Number) else ""
     msg = (
         f"{name} must be a tensor or an iterable of tensors, got {_describe(tensors)}{first}; "
-        f"pass {_USUAL[name]}"
+        f"pass {_EXAMPLES[name]}"
     )
     raise TypeError(msg)
 

@@ -10,7 +10,7 @@ import torch
 
 from uniclip._core.collectives import AllReduce, Shared, follow_reference, keep_reference
 from uniclip._errors import counted, summarize
-from uniclip._types import Step
+from uniclip._types import StepOptions
 from uniclip._warnings import warn
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import shards_of_gradients
@@ -36,7 +36,7 @@ from uniclip.rule import Rule
 ClosureLoss: TypeAlias = "torch.Tensor | float | None"
 """A loss as a closure returns it, or as it was set on the handle."""
 
-_IN_PLACE = Step(in_place=True)
+_IN_PLACE = StepOptions(in_place=True)
 
 
 class GradientClipping:
@@ -98,7 +98,7 @@ class GradientClipping:
         step = _IN_PLACE
         if loss is not None:
             loss = whole_loss(loss.detach()) if isinstance(loss, torch.Tensor) else loss
-            step = Step(loss=loss, in_place=True)
+            step = StepOptions(loss=loss, in_place=True)
         taken = self._clipper.step_on_spine(grads, step, spec)
         if taken is None:
             return None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from uniclip._core.collectives import AllReduce, Shared
-from uniclip._core.containers import flatten, place
+from uniclip._core.containers import expression_of, flatten
 from uniclip._errors import summarize
 from uniclip._types import Path, T
 from uniclip.backends.torch.dtensor import is_dtensor
@@ -24,7 +24,7 @@ from uniclip.integrations.torch.attaching import attach
 from uniclip.integrations.torch.checks import Optimizers, optimizers_of
 from uniclip.integrations.torch.engines import engine_of
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.parameters import Names, ParamGroup, names_of, params_in
+from uniclip.integrations.torch.parameters import Names, ParamGroup, params_in, read_names
 from uniclip.integrations.torch.processes import FSDP1_MARKS, several
 from uniclip.report import Report
 from uniclip.rule import BaseRule
@@ -235,7 +235,7 @@ def check_layout(
 
 def _with_names(groups: list[ParamGroup], names: Names) -> list[ParamGroup]:
     """Return groups with the names of their parameters; the optimizer's names come first."""
-    names_by_id = names_of(names, params_in(groups))()
+    names_by_id = read_names(names, params_in(groups))()
     named = []
     for group in groups:
         keys = [names_by_id.get(id(p), number) for number, p in enumerate(group["params"])]
@@ -291,7 +291,7 @@ def _numbers_of(report: Report | None) -> Numbers:
         for path, leaf in zip(spec.paths(), leaves, strict=True):
             if leaf is None:
                 continue
-            key = place(f"{name}s", path) if path else name
+            key = expression_of(f"{name}s", path) if path else name
             numbers[key] = leaf.detach().to("cpu", torch.float64)
     return numbers
 
@@ -425,8 +425,8 @@ def _concatenate(shards: list[_Leaf], rule: BaseRule) -> _Leaf:
         return shards[0]
     if any(inner.scope.axes is not None for inner in rules_with_norms(rule)):
         msg = (
-            f"norms along axes of {place('grads', path)} cannot be checked, since processes have "
-            "shards of it as regular tensors"
+            f"norms along axes of {expression_of('grads', path)} cannot be checked, since "
+            "processes have shards of it as regular tensors"
         )
         raise ValueError(msg)
 

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from uniclip._core.containers import Spec, flatten_known, place
+from uniclip._core.containers import Spec, expression_of, flatten_known
 from uniclip._errors import check, stable
 
 ParamGroup: TypeAlias = dict[str, Any]
@@ -63,7 +63,7 @@ class Parameters:
         """Whether the rule was removed."""
         tensors = self.tensors()
         self.ids = set(map(id, tensors))
-        self._read_names = names_of(names, tensors)
+        self._read_names = read_names(names, tensors)
         self.keys = []
         self._names: list[list[str | None]] = []
         """The names of the parameters of each group, ``None`` for those that have only a number."""
@@ -157,7 +157,7 @@ class Parameters:
         self._name_all()
         names = list(chain.from_iterable(self._names))
         self._sizes = [len(group["params"]) for group in self.groups()]
-        self._present_paths = [stable(place("", path)) for path in self.paths]
+        self._present_paths = [stable(expression_of("", path)) for path in self.paths]
         self.ids = set(map(id, params))
 
         new_paths = self._follow(params)
@@ -259,7 +259,7 @@ def params_in(groups: Iterable[ParamGroup]) -> list[torch.Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
-def names_of(names: Names | None, params: list[torch.Tensor]) -> ReadNames:
+def read_names(names: Names | None, params: list[torch.Tensor]) -> ReadNames:
     """Return a function that returns the names of parameters, from a module or from pairs.
 
     A module is asked each time, since its parameters may be replaced, as by FSDP2.

@@ -14,7 +14,7 @@ import torch
 
 from uniclip._core.collectives import AllReduce, Loss, mean_loss, reducer_of
 from uniclip._errors import check_step_arguments, summarize
-from uniclip._types import Number, Step
+from uniclip._types import Number, StepOptions
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch.dtensor import is_dtensor, reduce_over_group
 from uniclip.backends.torch.private import FSDP1_FLAT_PARAM, FSDP1_PARAM, FSDP1_SIZE
@@ -44,7 +44,9 @@ FSDP1_MARKS = (FSDP1_PARAM, FSDP1_FLAT_PARAM, FSDP1_SIZE)
 """Attributes that FSDP1 sets."""
 
 
-def check_shards(tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, step: Step) -> None:
+def check_shards(
+    tensors: Iterable[torch.Tensor], name: str, rule: BaseRule, step: StepOptions
+) -> None:
     """Raise if tensors are parameters of FSDP1, which are regular tensors, and the step does not
     say how to reduce their norm.
 

@@ -27,7 +27,7 @@ from uniclip.integrations.torch.engines.optimizer import (
     warn_of_limits,
 )
 from uniclip.integrations.torch.engines.source import Handle, Limit, ReplacedAttribute, Source
-from uniclip.integrations.torch.parameters import names_of
+from uniclip.integrations.torch.parameters import read_names
 
 if TYPE_CHECKING:
     from uniclip._core.collectives import Shared
@@ -134,7 +134,7 @@ def engine_of(optimizer: Any, names: Any) -> Engine | None:
             return whole
 
     params = [] if engine is None else list(engine.module.parameters())
-    names_by_id = names_of(names, params)()
+    names_by_id = read_names(names, params)()
     source: Source
     if "megatron.MegatronOptimizer" in _bases(inside):
         source = Megatron(inside, names_by_id)
