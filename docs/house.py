@@ -95,13 +95,13 @@ def draw(text: str, orange: str, gray: str, page: str) -> Figure:
     for room, column in zip(way, columns, strict=True):
         style = {"color": text, "bbox": box | {"edgecolor": orange}}
         ax.text(column, floors[room], room, ha="center", va="center", size=8, **style)
-    ends = dict.fromkeys(floors.values(), columns[-1] + 3.5)
+    ends = dict.fromkeys(floors.values(), columns[-1] + 5.0)
     for room in sorted(floors.keys() - set(way)):
         style = {"color": gray, "bbox": box | {"edgecolor": gray}}
         ax.text(ends[floors[room]], floors[room], room, ha="right", va="center", size=8, **style)
         ends[floors[room]] -= 0.4 * len(room) + 0.9
     ax.set(
-        xlim=(-1, columns[-1] + 3.8),
+        xlim=(-1, columns[-1] + 5.3),
         ylim=(0.4, max(floors.values()) + 0.6),
         xticks=[],
         yticks=[1, max(ends)],
