@@ -78,7 +78,7 @@ def divide_by_larger(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
 
 
 def normalize(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return ``limit/norm: every norm becomes the limit, smaller ones too; zeros stay zero.
+    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zero.
 
     Examples
     --------
