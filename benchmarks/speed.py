@@ -2,9 +2,9 @@
 """Time uniclip next to each framework's own clipping.
 
 ``step`` times it in a training step, ``rules`` times rules with one norm there, ``processes`` times
-the host under FSDP2, and ``growth`` many leaves. In every round each contender runs as often as the
-others, in a random order; a ratio is the median of the rounds' ratios. Each framework has a process
-of its own. The documentation shows the results in ``docs/speed-COMMAND.json``.
+the host under FSDP2, ``engines`` inside of DeepSpeed, and ``growth`` many leaves. In every round
+each contender runs as often as the others, in a random order; a ratio is the median of the rounds'
+ratios. Each framework has a process of its own. The documentation shows the results in ``docs/speed-COMMAND.json``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import engines
 import many
 import processes
 import rules
@@ -36,7 +37,13 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
 }
 """The environment of measurements: CPU only, without compilation caches."""
-COMMANDS = {"step": steps, "rules": rules, "processes": processes, "growth": many}
+COMMANDS = {
+    "step": steps,
+    "rules": rules,
+    "processes": processes,
+    "engines": engines,
+    "growth": many,
+}
 
 
 def measured(

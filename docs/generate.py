@@ -26,6 +26,7 @@ DATA = (
     "speed-step",
     "speed-rules",
     "speed-processes",
+    "speed-engines",
     "speed-growth",
     "speed-gpu",
     "launches",

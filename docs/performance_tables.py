@@ -32,6 +32,7 @@ def parts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     step = results["speed-step"]
     rules = results["speed-rules"]
     processes = results["speed-processes"]
+    engines = results["speed-engines"]
     growth = results["speed-growth"]
     gpu = results["speed-gpu"]
     launches = results["launches"]
@@ -59,6 +60,10 @@ def parts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
             ["on two processes", *models(processes["rows"]), "collectives"],
             on_processes(processes["rows"]),
         ),
+        "engines": table(
+            ["a step, clipped", *models(engines["rows"])], of_engines(engines["rows"])
+        ),
+        "engines-versions": f"Steps inside of DeepSpeed were {versions(engines['about'])}",
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
         "growth": table(
             ["", "gradients", "first call", "compiler alone", "one run"], grown(growth["rows"])
@@ -157,6 +162,14 @@ def on_processes(rows: list[Row]) -> Iterator[list[str]]:
                 cells = [bold_if_slower(with_quartiles(one), 1 / one[1]) for one in ratios]
             title = f"{name_of(name)}, {'' if clipped else 'not '}clipped"
             yield [title, *cells, str(count)]
+
+
+def of_engines(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the host's time of a step that DeepSpeed clips, and those of rules over it."""
+    yield ["`gradient_clipping` of DeepSpeed", *[duration(row["us"]["native"]) for row in rows]]
+    for name in rows[0]["times"]:
+        ratios = [row["host"][name] for row in rows]
+        yield [f"`{name}`", *[bold_if_slower(with_quartiles(one), 1 / one[1]) for one in ratios]]
 
 
 def name_of(name: str) -> str:

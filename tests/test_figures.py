@@ -203,7 +203,7 @@ def test_the_features_of_libraries(feature: str) -> None:
 def test_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The README has the measured ratios of the page, and lists where uniclip is slower."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    names = [f"speed-{name}" for name in ("step", "rules", "processes", "growth", "gpu")]
+    names = [f"speed-{name}" for name in ("step", "rules", "processes", "engines", "growth", "gpu")]
     measured = {name: data(name) for name in [*names, "launches"]}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = readme[readme.index("- **Fast.**") : readme.index("- **Readable")]
