@@ -4,7 +4,8 @@
 ``step`` times it in a training step, ``rules`` times rules with one norm there, ``processes`` times
 the host under FSDP2, ``engines`` inside of DeepSpeed, and ``growth`` many leaves. In every round
 each contender runs as often as the others, in a random order; a ratio is the median of the rounds'
-ratios. Each framework has a process of its own. The documentation shows the results in ``docs/speed-COMMAND.json``.
+ratios. Each framework has a process of its own. The documentation shows the results in
+``docs/speed-COMMAND.json``.
 """
 
 from __future__ import annotations
