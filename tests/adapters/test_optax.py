@@ -315,6 +315,21 @@ def test_norms_of_leaves() -> None:
         to_optax(uc.zclip(), keep_norms=1)
 
 
+def test_norms_that_are_donated() -> None:
+    """The state of ``init`` can be donated to a loop: no array is in it twice."""
+    optimizer = to_optax(uc.zclip(), optax.adam(1e-3), keep_norms=True)
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+
+    def step(carry: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, *carry)
+        return (state, optax.apply_updates(carry[1], updates)), state.norms["b"]
+
+    many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    run = jax.jit(lambda state: jax.lax.scan(step, (state, params), many), donate_argnums=0)
+    _, norms = run(optimizer.init(params))
+    np.testing.assert_allclose(norms, np.sqrt([3.0, 12.0]), rtol=1e-6)
+
+
 def times(size: Any, tree: Any) -> Any:
     """Return a tree times a number."""
     return jax.tree.map(lambda leaf: size * leaf, tree)

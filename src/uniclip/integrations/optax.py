@@ -171,7 +171,7 @@ def to_optax(
         if keep_norms:
             _, _, of_leaves = _LEAF_NORMS.update(grads, NoState(), None, axis, shared=shared)
             # The norm of an absent gradient is 0.
-            norms = dict.fromkeys(norms, jnp.zeros(())) | _by_name(of_leaves.norms)
+            norms = {name: jnp.zeros(()) for name in norms} | _by_name(of_leaves.norms)
         rule_state, clip, norms = _keep_dtypes(state, rule_state, clip, norms)
         return updates, ClipState(rule_state, inner_state, clip, norms)
 
@@ -229,7 +229,8 @@ def _zero_norms(zeros: Tree) -> dict[str, jax.Array]:
                 "rename one, or leave out keep_norms"
             )
             raise ValueError(msg)
-    return dict.fromkeys(names, jnp.zeros(()))
+    # One array in several places could not be donated.
+    return {name: jnp.zeros(()) for name in names}
 
 
 def _names_of_leaves(tree: Tree) -> list[str]:

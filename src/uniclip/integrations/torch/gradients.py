@@ -189,8 +189,9 @@ class GradientClipping:
         self._has_warned = True
         msg = (
             f"{type(optimizer).__qualname__} took a step in which no parameter had a gradient in "
-            f"p.grad, so {summarize(self.rule)} clipped nothing; call backward() before "
-            "step(). If its step() reads or makes gradients elsewhere, attach to the optimizer "
+            f"p.grad, so {summarize(self.rule)} clipped nothing; call backward() before step(), "
+            "and make the optimizer after fully_shard(), or whatever else replaces the parameters "
+            "of a model. If its step() reads or makes gradients elsewhere, attach to the optimizer "
             "inside whose parameters have them in p.grad, or clip them by hand"
         )
         warn(msg)
