@@ -109,6 +109,14 @@ def test_a_function_gets_the_rows() -> None:
     assert rows[2]["step"] == 7
 
 
+def test_a_function_gets_nan_for_no_limit() -> None:
+    """Limits that do not exist yet, as in a warm-up, are gaps, as the file's null is."""
+    rows: list[dict[str, Any]] = []
+    clipper = uc.Clipper(uc.zclip(warmup=2), Recorder(rows.append, every=1))
+    clipper([np.ones(3)])
+    assert math.isnan(rows[0]["clip/limit"])
+
+
 def test_is_written_once_for_a_window(tmp_path: Path) -> None:
     """The file changes at each window, and at flush and close."""
     path = tmp_path / "run.jsonl"

@@ -29,7 +29,15 @@ from uniclip.insight.record import PENDING_RECORDERS, RESERVED_KEYS, SCALAR_PREF
 from uniclip.insight.spikes import WINDOW, spike_thresholds
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
-from uniclip.report import NORM, Report, backend_in, has_values, keep_arrays, read_arrays
+from uniclip.report import (
+    NORM,
+    Report,
+    backend_in,
+    has_values,
+    keep_arrays,
+    nan_where_unlimited,
+    read_arrays,
+)
 from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import each_leaf
 
@@ -361,7 +369,7 @@ class Recorder:
                 self._file.write(rows, self.rule)
             elif callable(self._target):
                 for row in rows:
-                    self._target(row)
+                    self._target(nan_where_unlimited(row))
 
     def _to_row(self, step: _UnwrittenStep) -> Row:
         """Return the row of a step whose values are NumPy arrays."""
