@@ -40,7 +40,7 @@ _SAFE_POWER = 6
 
 
 class StepInputs(NamedTuple):
-    """What a step works on."""
+    """The arguments that the functions of a step share."""
 
     rule: RuleSpec
     trees: Sequence[OpenedTree]

@@ -45,8 +45,8 @@ def _norm_dtypes(leaf_info: LeafInfo, *, narrow: bool) -> tuple[Any, Any]:
 def zero_or_nan(array: Tensor) -> Tensor:
     """Return 0 for each finite number, and NaN for NaN and ∞.
 
-    To add it marks what is not finite. Unlike `where` it keeps derivatives, and makes no NaN of
-    finite numbers, at which debuggers would stop.
+    Added to a result, it marks what is not finite. Unlike `where` with a constant NaN, it keeps
+    derivatives, and does not stop NaN debuggers while all numbers are finite.
     """
     # ∞ - ∞ is NaN.
     return array - array
