@@ -130,7 +130,7 @@ class NormSpace:
         """Return an argument as it is, but an array of another library as a NumPy array if all
         gradients are absent.
         """
-        # Then no gradient tells the library, and the default one is NumPy's.
+        # Without any gradient, the library is unknown, and NumPy is the default.
         if self.library is DEFAULT and backend_of(value) not in {None, DEFAULT}:
             return numpy_of(value)
         return value

@@ -319,7 +319,7 @@ def group_leaves(rule: RuleSpec, tree: OpenedTree, *, everywhere: bool) -> Group
         of_leaf = label_of(label, path, leaf, expression_of(tree.name, path))
         groups.setdefault(of_leaf, []).append(number)
 
-    # Sorted, since processes may meet the labels in different orders.
+    # Sorted, since processes may find the labels in different orders.
     return dict(sorted(groups.items(), key=lambda group: _text(group[0])))
 
 
@@ -439,7 +439,7 @@ def _shapes_of_vector(plan: Plan, rule: RuleSpec, tree: OpenedTree) -> list[tupl
 
 
 def _can_form_vector(plan: Plan, tree: OpenedTree) -> bool:
-    """Return whether each norm is of one leaf, and all leaves lie on one device."""
+    """Return whether each norm is of one leaf, and all leaves are on one device."""
     if -1 in plan.order or max(plan.counts) > 1:
         return False
     arrays = take(tree.arrays, plan.order)

@@ -89,8 +89,8 @@ class RuleSpec(Printed):
     by_shape: ClassVar[bool]
     """Whether its plans depend on the shapes of leaves, not only on their dtypes and paths."""
     answers_checked: ClassVar[list[bool]]
-    """Non-empty once `uniclip._core.plan.check_answers_differ` has accepted the labels of all leaves
-    of a tree.
+    """Non-empty once `uniclip._core.plan.check_answers_differ` has accepted the labels of all
+    leaves.
     """
     cache: ClassVar[RuleCache]
     """Plans, and what processes have agreed on, kept between steps."""

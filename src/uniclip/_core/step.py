@@ -94,8 +94,7 @@ def run_general_step(
         reduction = None
         if step.all_reduce is not None or step.shared is not None:
             reduction = _agree(rule, tree, mode, step)
-        # Only in this mode: a compiler cannot look up the shape of a number that it knows as a
-        # symbol.
+        # Only in this mode: a compiler cannot look up the shape of a number that is a symbol.
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, inputs.trees, mode, reduction, separate=separate)
 
