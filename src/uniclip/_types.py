@@ -109,9 +109,7 @@ Device: TypeAlias = object
 
 Number: TypeAlias = float | Array
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
-"""Policies for gradients that hold NaN or an infinity, or whose norm overflows its dtype,
-see `uniclip.rule`.
-"""
+"""Policies for gradients with NaN or ∞, or with a norm that overflows, see `uniclip.Rule`."""
 Path: TypeAlias = tuple[Any, ...]
 """The keys that lead to a leaf of a tree."""
 

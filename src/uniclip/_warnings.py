@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Issue warnings that point at the user's own line, however many library calls lie between."""
+"""Issue warnings that point at the user's own line, however many library calls are between."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def clip_and_sum(
     update = "clipped, state, report = rule.update(grads, state), and sum the clipped gradients"
     _check_stateless(rule, update)
 
-    # The spine knows no examples.
+    # The spine does not sum over examples.
     step = StepOptions(params, all_reduce, shared=shared)
     inputs = StepInputs(rule, [open_tree(grads)], step, _NO_STATE, rule.constant)
     result = run_general_step(inputs, apply=sum_examples)

@@ -244,7 +244,7 @@ class Clipper:
         return self.totals().scalars()
 
     def totals(self) -> Totals:
-        """Return what `logs` are made of, for integrations that also add up several windows."""
+        """Return the statistics for `logs`, which integrations add up over several windows."""
         # Nothing is kept for a clipper whose logs nobody reads.
         if self._window is None:
             self._window = _Window()
@@ -438,12 +438,12 @@ class Clipper:
         return clipped, report
 
     def _with_state(self, grads: Flat, step: StepOptions, *, has_gradients: bool) -> _Last:
-        """Return what is held, with the leaves of this step, and the first state if there is none.
+        """Return the last step with the leaves of this one, and the first state if there is none.
 
         Raises
         ------
         ValueError
-            If there is neither a state, nor anything that says what it would be like; and as
+            If there is no state, and neither gradients nor parameters to make it from; and as
             `_check_leaves`.
         """
         last = self._last
@@ -560,7 +560,7 @@ class Clipper:
 
 
 class Totals(NamedTuple):
-    """What the logs of some steps have: the last scalars, the sums of others, the largest norm."""
+    """Statistics of several steps, for logs: the last scalars, sums of others, the largest norm."""
 
     last: dict[str, float]
     sums: dict[str, float]
@@ -571,14 +571,14 @@ class Totals(NamedTuple):
 
     @classmethod
     def of_step(cls, report: Report) -> Totals:
-        """Return those of one step, whose report has been read from its device."""
+        """Return the totals of one step, whose report has been read from its device."""
         last = {name: float(value) for name, value in report.scalars().items()}
         norm = last.get(NORM, math.nan)
         largest = norm if math.isfinite(norm) else math.nan
         return cls(last, {name: last[name] for name in AVERAGED if name in last}, 1, largest)
 
     def followed_by(self, later: Totals) -> Totals:
-        """Return those of these steps and of later ones."""
+        """Return the totals of these steps and of later ones."""
         if not later.steps:
             return self
         sums = dict(self.sums)
@@ -589,7 +589,7 @@ class Totals(NamedTuple):
         return Totals(later.last, sums, self.steps + later.steps, largest)
 
     def scalars(self) -> dict[str, float]:
-        """Return the last scalars, means, and the largest norm; none of no step."""
+        """Return the last scalars, means, and the largest norm; empty if there was no step."""
         scalars = dict(self.last)
         for name, total in self.sums.items():
             scalars[name] = total / self.steps

@@ -298,7 +298,7 @@ class EachArray(BaseRule):
             for number in opened.wrapped:
                 if opened.is_sparse(number):
                     array = opened.arrays[number]
-                    _with_place(opened.expression, number, self._raise_if_rows, array)
+                    _naming_leaf(opened.expression, number, self._raise_if_rows, array)
 
             changed = self._change_all(opened, take(opened.arrays, numbers))
             if changed is None:
@@ -316,7 +316,7 @@ class EachArray(BaseRule):
         changes: dict[int, Change] = {}
         cache: dict[DType, Any] = {}
         for number in opened.leaf_info.present:
-            changes[number] = _with_place(
+            changes[number] = _naming_leaf(
                 opened.expression, number, self._change, opened, arrays[number], cache
             )
 
@@ -324,12 +324,12 @@ class EachArray(BaseRule):
             write = opened.backend.write
             for number in numbers:
                 function, operands = changes[number]
-                _with_place(opened.expression, number, write, arrays[number], function, *operands)
+                _naming_leaf(opened.expression, number, write, arrays[number], function, *operands)
             opened.write(numbers)
             return opened.spec.unflatten(opened.leaves)
 
         for number, (function, operands) in changes.items():
-            arrays[number] = _with_place(
+            arrays[number] = _naming_leaf(
                 opened.expression, number, function, arrays[number], *operands
             )
         return opened.close(arrays)
@@ -494,10 +494,10 @@ class ByValue(EachArray):
         return [xp.asarray(bound, dtype=dtype) for bound in bounds]
 
 
-def _with_place(
+def _naming_leaf(
     where: Callable[[int], str], number: int, function: Callable[..., T], *arguments: Any
 ) -> T:
-    """Call a function, and add the place of the leaf to its errors."""
+    """Call a function, and name the leaf in its errors."""
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:

@@ -60,20 +60,20 @@ def hard(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
     return xp.where(below, ones, limit / xp.where(below, ones, norm))
 
 
-# The formula of `hard` stands in four places: here for arrays of any library, for two numbers in
+# The formula of `hard` has four implementations: here for arrays of any library, for two numbers in
 # `uniclip._core.spine`, for one call of a library in `Backend.clip_at_once`, and in the kernels of
-# such a library. The two functions below take fewer operations, and do not guard derivatives. They
-# end with the division: XLA would repeat it in each operation that uses the result.
+# such a library. The two functions below take fewer operations, and do not guard derivatives. Their
+# last operation is the division: XLA would repeat an earlier one wherever its result is used.
 
 
 def divide_where_above(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return `hard`'s factor; where nothing is limited it divides 1 by 1."""
+    """Return `hard`'s factor for any limit, also 0: where nothing is limited, 1 is divided by 1."""
     below = norm <= limit
     return xp.where(below, 1.0, limit) / xp.where(below, 1.0, norm)
 
 
 def divide_by_larger(xp: Namespace, norm: Norms, limit: Limits) -> Factors:
-    """Return `hard`'s factor for a limit above 0, where ``maximum`` keeps NaN."""
+    """Return `hard`'s factor for a limit above 0; ``maximum`` propagates NaN."""
     return limit / xp.maximum(norm, limit)
 
 

@@ -36,7 +36,7 @@ AVERAGED = (SHARE, SKIPPED)
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
 UNLIMITED = 3e38
-"""The limits from here on stand for none."""
+"""A limit or threshold of at least this size means that there is none."""
 MANY_SKIPPED = 20
 """Number of consecutive skipped steps after which a run is reported as dead."""
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
@@ -573,7 +573,7 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
 
 
 def nan_where_unlimited(scalars: dict[str, float]) -> dict[str, float]:
-    """Return scalars for a logger, with NaN, a gap in a plot, for limits that stand for none."""
+    """Return scalars for a logger, with NaN, a gap in a plot, where there is no limit."""
     absent = [name for name in (LIMIT, THRESHOLD) if scalars.get(name, 0.0) >= UNLIMITED]
     return scalars | dict.fromkeys(absent, math.nan)
 

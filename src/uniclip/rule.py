@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A rule: its four validated choices, `init` and `update`, and the decorator of presets."""
+"""Rules: `Rule`, with `init` and `update`, its base class, and the decorator of presets.
+
+`uniclip._core.rule_spec` validates the four choices.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,7 @@ from uniclip._core.plan import plan_for
 from uniclip._core.rule_spec import RuleSpec
 from uniclip._core.spine import run_step
 from uniclip._core.tree import open_tree
-from uniclip._errors import (
-    Origin,
-    Printed,
-    flag,
-    set_frozen_fields,
-)
+from uniclip._errors import Origin, Printed, flag, set_frozen_fields
 from uniclip._types import Number, StepOptions, T, Tree
 from uniclip.limits import NoState
 from uniclip.report import Report
@@ -170,7 +168,7 @@ def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
 
 
 def take_step(rule: Any, grads: Any, state: Any, step: StepOptions) -> tuple[Any, Any, Report]:
-    """Take a step by a rule of any class; ``grads`` may be `uniclip._core.tree.Flat`."""
+    """Take a step by a rule of any class; ``grads`` may be `uniclip._core.containers.Flat`."""
     # A user's class may override `update`, which takes the arguments one by one.
     if isinstance(rule, BaseRule) and type(rule).update is BaseRule.update:
         return rule._run(grads, state, step)  # noqa: SLF001 - what `update` calls

@@ -237,7 +237,7 @@ def renamed(
     return {**saved, "leaves": new_leaves}
 
 
-def names_in(state: Any) -> list[str]:
+def names_in_state(state: Any) -> list[str]:
     """Return a name for each array of a state: the fields, keys and indices that lead to it."""
     return list(map(_name_of_path, optree.tree_accessors(state)))
 
@@ -397,7 +397,7 @@ def merge_states(rule: BaseRule, first: Saved, other: Saved) -> Saved:
 
 def values_of(state: Any) -> dict[str, Any]:
     """Return the arrays of a state by name."""
-    return dict(zip(names_in(state), optree.tree_leaves(state), strict=True))
+    return dict(zip(names_in_state(state), optree.tree_leaves(state), strict=True))
 
 
 def _check_format(saved: object) -> None:

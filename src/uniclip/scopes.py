@@ -305,7 +305,7 @@ def is_one_norm(scope: Scope) -> bool:
 
 
 def with_layers(scope: Scope, layers: Layers | None) -> Scope:
-    """Return a scope of the layers that each leaf stacks, the same scope without ``layers``."""
+    """Return a scope with norms for each layer of stacked leaves; without ``layers``, the scope."""
     return scope if layers is None else stacked(layers, scope)
 
 

@@ -192,9 +192,9 @@ def _check_summable(tree: OpenedTree, plan: Plan) -> None:
         first = tuple(shapes[present[0]])
         # A compiled program may learn a length only when it runs: then it is None here.
         if not (first and shape and same_shape(first[:1], shape[:1])):
-            places = f"{tree.expression(present[0])} and {tree.expression(number)}"
+            pair = f"{tree.expression(present[0])} and {tree.expression(number)}"
             msg = (
-                f"leaves need equal numbers of examples along the first axis, but {places} have "
+                f"leaves need equal numbers of examples along the first axis, but {pair} have "
                 f"the shapes {[first, shape]}"
             )
             raise ValueError(msg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Norms in blocks: how they are arranged, and what a step measures for each."""
+"""Blocks of norms: how norms are stacked in arrays, and what a step measures for each block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Block(NamedTuple):
 class Measured(NamedTuple):
     """The measurements of a step, over all processes.
 
-    Each list has an array for each block, in the library of the norms.
+    Each list has an array for each of `uniclip._core.plan.Plan.norm_blocks`, in the library of the
+    norms.
     """
 
     norms: list[Any]

@@ -52,7 +52,7 @@ def compute_factors(
     """
     rule = inputs.rule
     constant = inputs.constant
-    # To a compiler no symbol is ∞. A bound on norms holds whatever the limit is.
+    # A traced limit is never known to be ∞. `RejectAbove` has a bound that applies to any limit.
     bounded = isinstance(rule.curve, RejectAbove)
     only_measures = isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded
     if only_measures:
@@ -73,8 +73,8 @@ def zero_where_skipped(
 ) -> list[Any]:
     """Return the factors with 0 for what is not finite.
 
-    By the policy ``"skip"`` that is the whole step, if ``step_finite`` is false. By others it is
-    each norm that is not finite, and ``step_finite`` is ``None``.
+    With the policy ``"skip"`` that is the whole step, if ``step_finite`` is false. With others,
+    ``step_finite`` is ``None``, and it is each norm that is not finite.
     """
     space = plan.space
     zeroed = []
@@ -131,7 +131,7 @@ def _ask_curve(rule: RuleSpec, plan: Plan, norms: Norms, limits: Limits) -> Fact
     xp = plan.space.xp
     curve: Any = rule.curve
     # PyTorch 2.11 and 2.12 do not compile a call of an object that is made in compiled code, but do
-    # compile its `__call__`. That of a function, which most curves are, no compiler knows.
+    # compile its `__call__`. Most curves are functions, whose `__call__` no compiler supports.
     call: Any = partial(curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve, xp)
     # The derivatives of a quotient may leave the range of its values' dtype.
     if space.mode == TRACED and curve in _QUOTIENTS:

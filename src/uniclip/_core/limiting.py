@@ -258,7 +258,7 @@ def _check_array(plan: Plan, limits: Any, norms: Norms) -> Any:
     space = plan.space
     xp = plan.space.xp
     backend = plan.space.backend
-    # A limit may be an array of another library, or lie on another device.
+    # A limit may be an array of another library, or be on another device.
     if not isinstance(limits, NUMPY):
         limits = space.read_foreign(limits)
     if space.host and not isinstance(limits, NUMPY):

@@ -40,7 +40,7 @@ _SAFE_POWER = 6
 
 
 class StepInputs(NamedTuple):
-    """What a step works on."""
+    """The arguments that the functions of a step share."""
 
     rule: RuleSpec
     trees: Sequence[OpenedTree]
@@ -341,7 +341,7 @@ def _norms_in_units(
     tops = _add_terms(plan, trees, terms, exchange)
     units = [_choose_unit(plan, top, norm.ord) for top in tops]
 
-    # The units of all trees lie one after the other, as their norms do.
+    # The units of all trees are in one list, as their norms are.
     count = len(plan.norm_blocks)
     terms_in_units = []
     for number, tree in enumerate(trees):

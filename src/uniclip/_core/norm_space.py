@@ -45,8 +45,8 @@ def _norm_dtypes(leaf_info: LeafInfo, *, narrow: bool) -> tuple[Any, Any]:
 def zero_or_nan(array: Tensor) -> Tensor:
     """Return 0 for each finite number, and NaN for NaN and ∞.
 
-    To add it marks what is not finite. Unlike `where` it keeps derivatives, and makes no NaN of
-    finite numbers, at which debuggers would stop.
+    Added to a result, it marks what is not finite. Unlike `where` with a constant NaN, it keeps
+    derivatives, and does not stop NaN debuggers while all numbers are finite.
     """
     # ∞ - ∞ is NaN.
     return array - array
@@ -130,7 +130,7 @@ class NormSpace:
         """Return an argument as it is, but an array of another library as a NumPy array if all
         gradients are absent.
         """
-        # Then no gradient tells the library, and the default one is NumPy's.
+        # Without any gradient, the library is unknown, and NumPy is the default.
         if self.library is DEFAULT and backend_of(value) not in {None, DEFAULT}:
             return numpy_of(value)
         return value

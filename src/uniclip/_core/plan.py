@@ -102,7 +102,7 @@ def norm_space_of(tree: OpenedTree, mode: int, reduction: Reduction | None) -> N
 
 
 class Plan:
-    """The norms of one rule on trees of one structure; of one process, unless a `TreePlan`."""
+    """The norms of one rule on trees of one structure, in one process; see also `TreePlan`."""
 
     spec: Any = None
     """The structure of the tree."""
@@ -241,7 +241,7 @@ class Plan:
 
 
 class TreePlan(Plan):
-    """The plan that a step finds, by `plan_for`."""
+    """The plan of opened trees, with collectives if there are several processes; see `plan_for`."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ def group_leaves(rule: RuleSpec, tree: OpenedTree, *, everywhere: bool) -> Group
         of_leaf = label_of(label, path, leaf, expression_of(tree.name, path))
         groups.setdefault(of_leaf, []).append(number)
 
-    # Sorted, since processes may meet the labels in different orders.
+    # Sorted, since processes may find the labels in different orders.
     return dict(sorted(groups.items(), key=lambda group: _text(group[0])))
 
 
@@ -439,7 +439,7 @@ def _shapes_of_vector(plan: Plan, rule: RuleSpec, tree: OpenedTree) -> list[tupl
 
 
 def _can_form_vector(plan: Plan, tree: OpenedTree) -> bool:
-    """Return whether each norm is of one leaf, and all leaves lie on one device."""
+    """Return whether each norm is of one leaf, and all leaves are on one device."""
     if -1 in plan.order or max(plan.counts) > 1:
         return False
     arrays = take(tree.arrays, plan.order)
@@ -663,11 +663,11 @@ def _check_equal_shapes(tree: OpenedTree, axes: list[Axes], group: Sequence[int]
             continue
         msg = (
             "leaves that share norms need equal shapes outside the axes a norm covers, but "
-            f"{_place_and_shape(tree, present[0])} has norms of shape {shapes[0]}, "
-            f"{_place_and_shape(tree, number)} has {shape}"
+            f"{_expression_and_shape(tree, present[0])} has norms of shape {shapes[0]}, "
+            f"{_expression_and_shape(tree, number)} has {shape}"
         )
         raise ValueError(msg)
 
 
-def _place_and_shape(tree: OpenedTree, number: int) -> str:
+def _expression_and_shape(tree: OpenedTree, number: int) -> str:
     return f"{tree.expression(number)} of shape {tuple(tree.arrays[number].shape)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a rule is: its four choices and its policy, validated, and what follows from them.
+"""The four choices and the policy of a rule, validated, and attributes derived from them.
 
 The core takes it as an argument; `uniclip.Rule` adds ``init`` and ``update``.
 """
@@ -40,8 +40,7 @@ class RuleCache:
         self.plans: dict[Hashable, Any] = {}
         """The plan of each tree structure, see `uniclip._core.plan.plan_for`."""
         self.reductions: dict[Hashable, Any] = {}
-        """The reduction of each ``all_reduce``, see
-        `uniclip._core.collectives.reduction_of`."""
+        """The reduction of each ``all_reduce``, see `uniclip._core.collectives.reduction_of`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,8 +62,8 @@ class RuleSpec(Printed):
     stateful: ClassVar[bool]
     """Whether the state of the rule changes from step to step."""
     on_spine: ClassVar[bool]
-    """Whether the spine may run it: one Euclidean norm over all leaves, and a limit that needs
-    nothing else but the loss.
+    """Whether the spine may run it: one Euclidean norm over all leaves, a limit that needs nothing
+    else but the loss, and neither a limit nor a curve with arrays.
     """
     by_numbers: ClassVar[bool]
     """Whether the spine can decide with Python's numbers: the limit is built in, and the curve is
@@ -90,7 +89,9 @@ class RuleSpec(Printed):
     by_shape: ClassVar[bool]
     """Whether its plans depend on the shapes of leaves, not only on their dtypes and paths."""
     answers_checked: ClassVar[list[bool]]
-    """Not empty once `check_answers_differ` has accepted the labels of a complete tree."""
+    """Non-empty once `uniclip._core.plan.check_answers_differ` has accepted the labels of all
+    leaves.
+    """
     cache: ClassVar[RuleCache]
     """Plans, and what processes have agreed on, kept between steps."""
 

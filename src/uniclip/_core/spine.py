@@ -6,8 +6,8 @@ asked for a single number, and a backend multiplies in one call. A chain measure
 after a rule is its norm times its factor. `uniclip.clip`, clippers, PyTorch's functions and
 attached optimizers all call `run_spine`. If it returns ``None``, with nothing written and no state
 changed, they take the general path, in `uniclip._core.step`, which handles rare cases (norms that
-are not finite or out of range, several processes) and raises nearly all errors. Of distributed
-leaves with one norm the general path measures it, and the spine decides and scales.
+are not finite or out of range, several processes) and raises nearly all errors. For distributed
+leaves with one norm, the general path measures the norm, and the spine decides and scales.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def run_step(  # noqa: PLR0913 - a step has as many parts
     max_norm : float or 0-d array, optional
         A constant limit in place of the rule's.
     apply : function, optional
-        The default, or ``None`` to only measure, with a ``max_norm`` of ∞.
+        The default scales the leaves; ``None``, with a ``max_norm`` of ∞, only measures.
 
     Raises
     ------
@@ -404,8 +404,8 @@ def _finish_by_numbers(
 ) -> tuple[list[Any], Decision] | None:
     """Decide and scale as the spine does, given a norm over several processes.
 
-    ``None``, with nothing written, if only the general path can: this process may not measure
-    again, since others would wait for it.
+    ``None``, with nothing written, if only the general path can. It goes on with the same
+    measurement: to measure again, this process would have to wait for the others.
     """
     rule, trees, step, state, limit = inputs
     tree = trees[0]
@@ -438,7 +438,7 @@ def _finish_by_numbers(
 
 
 def _runs_unread(rule: Any, limit: Any) -> bool:
-    """Return whether a step needs no value of its norm or factor."""
+    """Return whether the host can take a step without reading the norm or the factor."""
     for link in rule.links or (rule,):
         if link.nonfinite not in _UNREAD or not never_amplifies(link.curve):
             return False
@@ -452,9 +452,10 @@ def _runs_unread(rule: Any, limit: Any) -> bool:
 def _clip_at_once(
     rule: Any, measured: OneNorm, leaves: list[Any], step: StepOptions, limit: Any
 ) -> tuple[list[Any], Decision] | None:
-    """Clip leaves by a constant limit; ``None`` if the backend is not faster than in parts.
+    """Clip leaves by a constant limit in one call of the backend.
 
-    The caller sets the state.
+    ``None`` if the rule needs more than that, or the backend has no faster way for it. The caller
+    sets the state.
     """
     if rule.links or rule.curve is not hard or rule.nonfinite != "propagate":
         return None

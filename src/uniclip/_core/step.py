@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: MIT
 """The general path of a step: plan, measure, decide by the limit and the curve, apply.
 
-`uniclip._core.spine` takes the common steps, and decides those of distributed leaves with one norm.
-The functions follow in the order in which they run.
+`uniclip._core.spine` takes the common steps itself, and calls `run_general_step` for all others.
+For distributed leaves with one norm, this module measures, and the spine decides and scales, by a
+`Finish`. The functions follow in the order in which they run.
 
-The policies for gradients that are not finite, `uniclip.rule.POLICIES`, are made here:
+This module applies the policies for gradients that are not finite,
+`uniclip._core.rule_spec.POLICIES`:
 
 - ``"zero"`` in `_measure_and_zero`, which replaces elements and measures again,
 - ``"raise"`` in `_check_finite`, before anything is decided,
 - ``"skip"`` in `decide`, which calls `uniclip._core.factors.zero_where_skipped` for the whole step;
-  by ``"zero"``, it does so for each norm that is still not finite,
+  with ``"zero"``, it does so for each norm that is still not finite,
 - ``"propagate"`` nowhere: a factor is NaN where its norm is not finite, see
   `uniclip._core.norm_space.zero_or_nan`.
 
-By each of them, `decide` keeps the old state after a step that is not finite. On the spine a norm
-that the host reads is finite, so no policy applies. For other norms it calls `decide`, too, or, by
-``"propagate"``, one function of the backend that clips.
+With each of them, `decide` keeps the old state after a step that is not finite. On the spine, a
+norm that the host reads is always finite, so no policy applies. If the host does not read the norm,
+the spine calls `decide`, or, with ``"propagate"``, `Backend.clip_at_once`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ if TYPE_CHECKING:
 MAX_NAMED_LEAVES = 5
 """The largest number of leaves that an error names."""
 Finish: TypeAlias = "Callable[[Plan, StepInputs, Measured], tuple[list[Any], Any] | None]"
-"""A function that returns the clipped leaves, and what was decided, or ``None``."""
+"""A function that decides and scales, given what was measured.
+
+It returns the clipped leaves and a `uniclip._core.spine.Decision`; or ``None``, with nothing
+written, if it does not apply.
+"""
 
 
 def run_general_step(
@@ -63,7 +69,8 @@ def run_general_step(
 ) -> StepResult:
     """Take a step of any kind: plan, measure, ask the limit and the curve, apply.
 
-    What follows the measurement is done by ``finish``, if that can.
+    ``apply`` multiplies the leaves by the factors; with ``None`` they stay as they are, for a step
+    that only measures. ``finish`` replaces all that follows the measurement, if it applies.
     """
     rule, _, step, _, constant = inputs
     if (
@@ -87,8 +94,7 @@ def run_general_step(
         reduction = None
         if step.all_reduce is not None or step.shared is not None:
             reduction = _agree(rule, tree, mode, step)
-        # Only in this mode: a compiler cannot look up the shape of a number that it knows as a
-        # symbol.
+        # Only in this mode: a compiler cannot look up the shape of a number that is a symbol.
         separate = mode == LIBRARY and bool(tuple(getattr(constant, "shape", None) or ()))
         plan = plan_for(rule, inputs.trees, mode, reduction, separate=separate)
 
@@ -128,13 +134,13 @@ def decide(
 ) -> tuple[StepValues, Any]:
     """Compute limits and factors; return the values of the report, and the next state.
 
-    ``step_finite`` is ``None`` if the rule does not need it. It reads no gradient, so
+    ``step_finite`` is ``None`` if the rule does not need it. The function reads no gradient, so
     ``inputs.trees`` may be empty.
     """
     rule = inputs.rule
     limits, thresholds, new_state = find_limits(plan, inputs, measured)
     factors = compute_factors(plan, inputs, measured, limits)
-    # NaN never enters a state.
+    # A step that is not finite keeps the old state, so NaN never enters a state.
     if rule.stateful:
         new_state = _choose_state(step_finite, new_state, inputs.state)
 
@@ -192,7 +198,7 @@ def _first_leaf(tree: OpenedTree) -> Any:
 
 
 def find_mode(inputs: StepInputs) -> int:
-    """Return the mode of a step: who has the values of all that comes in."""
+    """Return the execution mode of a step, given all of its inputs; see `uniclip.backends.base`."""
     rule, trees, step, state, constant = inputs
     leaf_info = trees[0].leaf_info
     backend = leaf_info.backend
@@ -229,7 +235,7 @@ def _is_viewable(backend: Backend, value: object) -> bool:
 
 
 def _agree(rule: RuleSpec, tree: OpenedTree, mode: int, step: StepOptions) -> Reduction | None:
-    """Return the reduction over the processes of a step; at the first step, let them agree.
+    """Return the reduction over the processes of a step; at the first step, check that they agree.
 
     This comes before the plan, which depends on their number and dtypes.
     """
@@ -246,7 +252,7 @@ def _agree(rule: RuleSpec, tree: OpenedTree, mode: int, step: StepOptions) -> Re
 
 
 def _check_finite(rule: RuleSpec, plan: Plan, tree: OpenedTree, measured: Measured) -> Flags:
-    """Return whether a step is finite in all processes; raise if not, by the policy ``"raise"``."""
+    """Return whether a step is finite in all processes; with ``"raise"``, raise if it is not."""
     finite = plan.space.finite(measured.norms, measured.elements_finite, measured.finite_norms)
     if plan.collectives is not None:
         [finite] = plan.collectives.true_in_all_shards([finite])
@@ -336,7 +342,7 @@ def state_where(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
 
 
 def _choose_state(flag: Any, new: Any, old: Any, *, expected: bool = True) -> Any:
-    """Do as `state_where`, within the context of a step."""
+    """Implement `state_where`, within the computation context of a step."""
     arrays: list[Any] = optree.tree_leaves(new)
     if not arrays:
         return new
@@ -360,7 +366,7 @@ def _is_skipped(
 ) -> Flags:
     """Return whether a curve that rejects norms, or the policy ``"skip"``, skips the whole step.
 
-    ``step_finite`` is ``None`` by other policies.
+    ``step_finite`` is ``None`` with other policies.
     """
     xp = plan.space.xp
     # Without absent rows, a step is skipped if all factors are 0. The policy "skip" makes those of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The storage of leaves that are changed in place: which can be written, and which share memory."""
+"""Find out which leaves can be changed in place, and which of them share memory."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Trees of gradients and parameters: open their leaves into dense arrays, and rebuild them.
 
-`uniclip._core.containers` flattens a tree. It is flattened and opened once. Only this module opens
-leaves that are not dense floating-point arrays. Distributed ones become their local arrays, and
-`Shards`. Sparse ones, integers and storage formats become a `WrappedLeaf` each, with a dense array
-in which elements that are stored twice are summed. `OpenedTree.restore_leaves` rebuilds the
+`uniclip._core.containers` flattens trees. A step flattens and opens a tree once. Only this module
+opens leaves that are not dense floating-point arrays. Distributed ones become their local arrays,
+and `Shards`. Sparse ones, integers and storage formats become a `WrappedLeaf` each, with a dense
+array in which elements that are stored twice are summed. `OpenedTree.restore_leaves` rebuilds the
 formats. An absent gradient, ``None``, stays in its place.
 """
 
@@ -206,7 +206,7 @@ def open_leaves(
     in_place: bool = False,
     whole: bool = False,
 ) -> OpenedTree:
-    """Do as `open_tree`, given the leaves and the structure that `flatten_known` returned."""
+    """Implement `open_tree`, given the leaves and the structure from `flatten_known`."""
     tree = _open_familiar(flat, name, in_place=in_place, whole=whole)
     if tree is None:
         tree = _open_new(flat, name, in_place=in_place, whole=whole)
@@ -218,9 +218,9 @@ def open_leaves(
 def _open_familiar(
     flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, whole: bool
 ) -> OpenedTree | None:
-    """Open leaves whose signatures have a `LeafInfo`, which says what is wrapped.
+    """Open leaves of a cached signature, whose `LeafInfo` lists the leaves to unwrap.
 
-    ``None`` if they have none yet, as those in containers that are not registered.
+    ``None`` if the cache does not have it, as for containers that are not registered yet.
     """
     leaves, spec = flat
     present = [leaf for leaf in leaves if leaf is not None]
@@ -267,7 +267,7 @@ def _unwrap_each(
     numbers: Sequence[int],
     unwrap: Callable[[Leaf], WrappedLeaf | None],
 ) -> tuple[list[Any], dict[int, WrappedLeaf]]:
-    """Return leaves with the dense arrays in some of them, and the ways back."""
+    """Return the leaves, with dense arrays in place of wrapped ones, and each `WrappedLeaf`."""
     arrays = list(leaves)
     wrapped = {}
     # Integers become the default float, which depends on the device.
@@ -289,7 +289,7 @@ def _signature(backend: Backend, leaves: list[Leaf], shards: Shards) -> Any:
 
 
 def _keep_leaf_info(leaf_info: LeafInfo, key: tuple[str, bool, Any]) -> LeafInfo:
-    """Return what is known of leaves of kinds that were not met, and keep it for the next tree."""
+    """Cache a `LeafInfo` for the next tree with its signature, and return the cached one."""
     # Compiled code caches nothing: it would be compiled again after each change of the cache.
     if key[2] is None:
         return leaf_info

@@ -71,7 +71,7 @@ def _jax() -> Backend:
 
 _LOADERS: dict[str, Callable[[], Backend]] = {
     "numpy": lambda: DEFAULT,
-    # Its sparse matrices have an error of their own; some are dicts, and would be opened.
+    # SciPy's sparse matrices raise an error of their own. Some are dicts, and would be opened.
     "scipy": lambda: DEFAULT,
     "torch": _torch,
     "tensorflow": _tensorflow,

@@ -21,7 +21,7 @@ PIECE = 2**17
 
 
 class Library(Protocol[A]):
-    """What sums of powers need of a `uniclip.backends.base.Backend`."""
+    """The part of a `uniclip.backends.base.Backend` that sums of powers use."""
 
     xp: Namespace
 

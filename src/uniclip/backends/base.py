@@ -654,7 +654,8 @@ class Backend(Generic[A]):
         return cut(self.xp, array, axes, PIECE)
 
     def scale(self, products: Products) -> list[A]:
-        """Return each array multiplied by its factor, in its own dtype.
+        """Return each array multiplied by its factor, in its own dtype; and summed over its first
+        axis, if ``products.summed``.
 
         An array with a single factor of 1 may be returned as it is.
         """

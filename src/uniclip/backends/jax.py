@@ -649,7 +649,7 @@ class _JAX(Backend[jax.Array]):
         if not products.summed:
             return super().scale(products)
         factors = products.factors(self)
-        # It needs a single factor for each row.
+        # A contraction needs a single factor for each row.
         if any([math.prod(factor.shape[1:]) > 1 for factor in factors]):
             return super().scale(products)
         sums = []

@@ -407,6 +407,7 @@ class _NumPy(Backend[View]):
         # A matrix product is not elementwise, and whether masked elements count is undefined.
         if isinstance(leaf, (np.ma.MaskedArray, np.matrix)):
             return False
+        # SciPy's sparse formats are leaves, so that `unsupported_reason` can say what to use.
         if not isinstance(leaf, NUMPY):
             return hasattr(leaf, "toarray")
         return leaf.dtype.kind in "iufc" or leaf.dtype.type.__module__ == "ml_dtypes"

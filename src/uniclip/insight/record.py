@@ -70,7 +70,7 @@ RESERVED_KEYS = frozenset(
 
 
 class Pending(Protocol):
-    """What a recorder with unwritten steps is read by."""
+    """The part of a `uniclip.insight.Recorder` that reads of its file use."""
 
     path: Path | None
 

@@ -276,7 +276,7 @@ class Recorder:
         return dict(zip(self._names or norms, norms.values(), strict=True))
 
     def _check_leaves(self, leaves: object) -> None:
-        """Raise unless there are norms of the leaves if and only if they are recorded."""
+        """Raise if norms of leaves are missing, are not recorded, or are no mapping."""
         if leaves is None:
             if self.leaves:
                 msg = (

@@ -94,8 +94,8 @@ class ClipGradients(Callback):
     The state of a stateful rule is in the checkpoint, as the state of this callback. The optimizers
     stay clipped after ``fit``, so that ``trainer.save_checkpoint`` still finds the state.
 
-    When the Trainer logs, each ``log_every_n_steps``, and at the end of an epoch, the callback logs
-    ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
+    When the Trainer logs, every ``log_every_n_steps`` steps, and at the end of an epoch, the
+    callback logs ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
     ``"clip/threshold"``, all of the last step; see `uniclip.Report.scalars`. A limit or threshold
     that does not exist is NaN. The means ``"clip/share"`` and, for a rule that may skip a step,
     ``"clip/skipped"``, and the largest norm ``"clip/norm_max"`` are those of the epoch;

@@ -24,7 +24,7 @@ from uniclip.integrations import rule_for_steps
 from uniclip.presets.fixed import by_global_norm
 from uniclip.report import Report
 from uniclip.rule import BaseRule
-from uniclip.saved import from_dict, names_in, to_dict
+from uniclip.saved import from_dict, names_in_state, to_dict
 
 __all__ = ["ClippedOptimizer", "clip_gradients_by_norm"]
 
@@ -278,7 +278,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         # Without state there is nothing to keep for a variable.
         params = _name_variables(variables, {}) if self.rule.stateful else {}
         first = self.rule.init(_zeros_like(params))
-        names = [f"{self._name}/clip/{name or 'state'}" for name in names_in(first)]
+        names = [f"{self._name}/clip/{name or 'state'}" for name in names_in_state(first)]
 
         # The scope creates the variables outside `tf.function` and `tf.cond`.
         with tf.init_scope(), tf.variable_creator_scope(_create_resource_variable):

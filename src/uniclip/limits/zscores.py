@@ -132,8 +132,8 @@ class ZScore(StatefulLimit):
     def __call__(self, norms: Norms, state: Moments, context: Context) -> tuple[Limits, Moments]:
         """Compare with mean and deviation, then update them with the clipped norms.
 
-        Comments have the paper's formulas: score is a norm's z-score, std the root of the variance,
-        and clipped the norm after clipping.
+        The comments give the paper's formulas: score is a norm's z-score, std the root of the
+        variance, and clipped the norm after clipping.
         """
         # On an accelerator each operation is a kernel, so nothing is computed twice.
         xp = context.xp

@@ -339,7 +339,7 @@ def _find_shards(leaves: list[Any]) -> Shards:
     dense = {leaf.dtype for leaf in leaves if leaf is not None} <= SINGLE
     dense = dense and all([shard.is_here and not shard.partial for shard in by_leaf.values()])
     shards = shards_of(by_leaf, dense=dense)
-    # Without its layout, a distributed tensor is not known by the key.
+    # A key of layouts does not identify a distributed tensor that has none.
     if not all([hasattr(leaves[number], SPEC) for number in by_leaf]):
         return shards
     if len(_shards_by_layouts) >= SHARDS_CACHE_SIZE:

@@ -26,7 +26,7 @@ _BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-"""Integers of the same size."""
+"""The integer dtype of the same size."""
 
 
 def multiply_lists(
@@ -34,7 +34,8 @@ def multiply_lists(
 ) -> list[torch.Tensor] | None:
     """Return the products by PyTorch's functions of lists.
 
-    ``None`` if that records derivatives or is traced.
+    ``None``, with nothing written, if these do not apply, for example because derivatives are
+    recorded.
     """
     are_tensors = isinstance(factors[0], torch.Tensor)
     convert = _tensors_for if are_tensors else _numbers_for
@@ -182,8 +183,8 @@ def _by_layout(arrays: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def squares_on_device(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Return the sums of squares on an accelerator in float64,
-    so that nothing overflows and needs a second pass.
+    """Return the sums of squares on an accelerator, in float64 where the device has it:
+    then nothing overflows and needs a second pass.
     """
     home = arrays[0].device
     norms: list[Any] = [None] * len(arrays)

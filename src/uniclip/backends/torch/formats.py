@@ -74,7 +74,7 @@ _UNSUPPORTED: list[tuple[Callable[[torch.Tensor], Any], str]] = [
         "PyTorch does not compute with {0.dtype}; use to(torch.float32)",
     ),
 ]
-"""Conditions of tensors that cannot be clipped, the reason, and a function that converts them."""
+"""Conditions on which a tensor cannot be clipped, and the reason, with what to use instead."""
 
 
 def unsupported_reason(leaf: torch.Tensor, *, gradient: bool) -> str | None:

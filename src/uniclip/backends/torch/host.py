@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Sums of squares of tensors in the CPU's memory, by NumPy or by PyTorch, whichever takes less time
+"""Sums of powers of tensors in the CPU's memory, by NumPy or by PyTorch, whichever takes less time
 for their sizes.
 
-This is for several norms, or one of tensors of several kinds: `one_norm` computes the usual one.
+`uniclip.backends.torch.one_norm` computes a single Euclidean norm of dense tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | No
 
     ``None`` if NumPy does not have a dtype, or a sum is out of range.
     """
-    # The spine computes the same bits.
+    # The spine calls the same function, so that both round alike.
     norm = host_norm(arrays) if len(lengths) == 1 else None
     if norm is not None:
         return np.array([norm * norm])
@@ -66,7 +66,7 @@ def squares_on_host(arrays: list[torch.Tensor], lengths: list[int]) -> View | No
 
 def _norms_of_each(arrays: list[torch.Tensor]) -> list[float] | None:
     """Return the norm of each array on the CPU, ``None`` if one is out of range."""
-    # One call for all short arrays. In long ones the conversion of each element takes longer.
+    # One call for all short arrays. Converting the elements of long ones takes longer than calls.
     is_short = [array.numel() < LONG for array in arrays]
     short = list(compress(arrays, is_short))
     norms_of_short: Iterator[float] = iter(())
@@ -88,7 +88,7 @@ def sums_on_host(backend: Backend[torch.Tensor], terms: Terms) -> list[View]:
     if rows is not None:
         return terms.in_blocks(rows)
 
-    # NumPy's calls take less time than PyTorch's, but for other powers of long arrays.
+    # NumPy's calls take less time than PyTorch's, except for powers other than 2 of long arrays.
     arrays = terms.arrays
     axes = terms.axes
     in_numpy = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where tensors lie in memory, and whether they can be written."""
+"""The memory of tensors: its address, and whether it can be written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""PyTorch's array API functions: those of array-api-compat, but for some that cannot be compiled,
-have other derivatives, or take longer.
+"""PyTorch's array API namespace: that of array-api-compat, with replacements for functions that
+cannot be compiled, have other derivatives, or take longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
 def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Convert numbers and other frameworks' arrays.
 
-    PyTorch reads the latter as sequences of numbers.
+    PyTorch itself would read the latter as sequences of numbers.
     """
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)

@@ -63,7 +63,9 @@ _MANY = 2**15
 ACCELERATORS = {"cuda", "xpu"}
 """The types of devices with float64 whose memory has addresses."""
 _BATCH = 2**25
-"""The number of elements that are copied at once, 128 MiB in float32, or a single tensor."""
+"""The largest number of elements that are copied at once, 128 MiB in float32; of a single tensor,
+any number.
+"""
 _MAX_FILLED = 256
 """The number of elements that a CUDA graph may get from the host, each by its own kernel."""
 REGULAR = {Tensor, torch.nn.Parameter}

@@ -80,7 +80,7 @@ def _flatten(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 flatten = getattr(getattr(_C, "_nn", None), "flatten_dense_tensors", _flatten)
-"""Copies tensors into one vector. Without it, by `torch.cat`."""
+"""Copies tensors into one vector. Without it, `torch.cat` does."""
 
 
 # --- Attributes of tensors.
@@ -106,7 +106,7 @@ elements that are compared.
 """
 
 LOCAL_TENSOR = "_local_tensor"
-"""The local tensor of a `DTensor`. Without it, by `DTensor.to_local`, which takes longer."""
+"""The local tensor of a `DTensor`. Without it, `DTensor.to_local` is called, which takes longer."""
 SPEC = "_spec"
 """The layout of a `DTensor`. Without it, layouts are looked up at each step."""
 _LOCAL = attrgetter(LOCAL_TENSOR)
@@ -127,9 +127,9 @@ def local_tensors(tensors: list[Any]) -> list[Any]:
 FSDP1_PARAM = "_fsdp_flattened"
 """The mark of parameters of FSDP1. Without it, their shards are not refused."""
 FSDP1_FLAT_PARAM = "_is_flat_param"
-"""The mark of flat ones. Without it, whole flat ones are taken for single parameters."""
+"""The mark of flat parameters. Without it, whole ones are taken for single parameters."""
 FSDP1_SIZE = "_unpadded_unsharded_size"
-"""The size of flat ones. Without it, vectors are taken for shards."""
+"""The size of a flat parameter. Without it, vectors are taken for shards."""
 
 
 class _NoTensor:
@@ -141,7 +141,7 @@ FakeTensor: Any = getattr(_fake, "FakeTensor", _NoTensor)
 its mode.
 """
 FunctionalTensor = getattr(_functional, "FunctionalTensor", _NoTensor)
-"""A tensor of `functionalize`. Without it, only its mode is seen."""
+"""A tensor of `functionalize`. Without it, only the mode is detected."""
 
 
 def _is_fake_tensor(array: object) -> bool:
@@ -150,7 +150,7 @@ def _is_fake_tensor(array: object) -> bool:
 
 
 is_fake = getattr(_fake, "is_fake", _is_fake_tensor)
-"""Returns whether a tensor is fake, or wraps one. Without it, wrapped ones are not seen."""
+"""Returns whether a tensor is fake, or wraps a fake one. Without it, the latter is not detected."""
 
 
 # --- The state around the running code.
@@ -170,7 +170,7 @@ function_depth = getattr(_C, "_len_torch_function_stack", _unknown_depth)
 device, and the dispatch key is looked up.
 """
 jit_traces = getattr(_C, "_is_tracing", torch.jit.is_tracing)
-"""Without it, the public function of the same purpose."""
+"""Returns whether `torch.jit.trace` runs. Without it, the public function of the same purpose."""
 
 _modes = getattr(_C, "_TorchDispatchModeKey", None)
 _TRACERS = [getattr(_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
@@ -203,9 +203,9 @@ _depth = getattr(_functorch, "get_dynamic_layer_stack_depth", None)
 _active = getattr(_C, "_are_functorch_transforms_active", None)
 # PyTorch 2.11 and 2.12 cannot compile the depth, and the other takes longer.
 transform_depth: Any = _depth or _active or _raise_missing
-"""Returns whether `torch.func` transforms the caller. Without it, by `transforms_active`."""
+"""Returns whether `torch.func` transforms the caller. Without it, `transforms_active` is used."""
 transforms_active: Any = _active or _depth or _raise_missing
-"""The same for compiled code. Without it, by the depth; without both, an error is raised."""
+"""The same for compiled code. Without it, the depth is used; without both, an error is raised."""
 
 
 def same_for_all_examples(array: torch.Tensor) -> bool:
@@ -230,7 +230,7 @@ def same_for_all_examples(array: torch.Tensor) -> bool:
 
 _COMPILING = "_is_compiling_flag"
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
-"""Without the flag, the public function, which takes longer."""
+"""Returns whether code is compiled. Without the flag, the public function, which takes longer."""
 if hasattr(torch.compiler, _COMPILING):
     is_compiling = partial(getattr, torch.compiler, _COMPILING)
 

@@ -432,7 +432,7 @@ _EXAMPLES = {
     "parameters": "model.parameters()",
     "tensors": "[p.grad for p in model.parameters()]",
 }
-"""What an argument usually is."""
+"""Examples of arguments, for errors."""
 
 
 def _check_iterable(tensors: object, name: str) -> None:

@@ -148,7 +148,7 @@ class Attached:
         return self.totals().scalars()
 
     def totals(self) -> Totals:
-        """Return what `logs` are made of, for integrations that also add up several windows."""
+        """Return the statistics for `logs`, which integrations add up over several windows."""
         return self._clipper.totals()
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 class Handle(Protocol):
-    """What an engine uses of `uniclip.integrations.torch.handle.Attached`."""
+    """The part of a `uniclip.integrations.torch.handle.Attached` that an engine uses."""
 
     @property
     def rule(self) -> BaseRule:
