@@ -2,6 +2,14 @@
 """The four choices and the policy of a rule, validated, and attributes derived from them.
 
 The core takes it as an argument; `uniclip.Rule` adds ``init`` and ``update``.
+
+The attributes that follow from the choices select the path of a step:
+
+- `on_spine`: `uniclip._core.spine` measures one norm with few calls, if the leaves are dense.
+  There, `by_numbers` has the limit and the factor computed with Python's numbers, not with arrays.
+- All other rules, and leaves of other formats, take the general step in `uniclip._core.step`.
+  There, `limits_checked` saves a check of the limits, and `elementwise_curve` lets all norms be one
+  vector.
 """
 
 from __future__ import annotations
