@@ -112,6 +112,12 @@ def test_attached_before_sharding(pool: Pool, rule: str) -> None:
     pool.run("attached_before_sharding", ranks=2, name=rule)
 
 
+@pytest.mark.parametrize("whole_round", [False, True])
+def test_changed_between_steps_of_a_list(pool: Pool, whole_round: bool) -> None:
+    """Gradients that change between the steps of a list are noticed under FSDP2, too."""
+    pool.run("changed_between_steps", ranks=2, whole_round=whole_round)
+
+
 @pytest.mark.parametrize("rule", ["constant", "skip"])
 def test_averaged_in_a_hook(pool: Pool, rule: str) -> None:
     """A hook that averages gradients comes before the rule, and no process waits."""

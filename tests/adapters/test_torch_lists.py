@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import uniclip as uc
@@ -350,3 +351,49 @@ def test_clipped_twice() -> None:
     attach(opts[0], uc.by_global_norm(1.0))
     with pytest.raises(RuntimeError, match="twice"):
         outer.step()
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_states_that_a_checkpoint_makes(*, is_list: bool) -> None:
+    """PyTorch makes the states of optimizers by steps of zeros, which teach the rule nothing."""
+    model = torch.nn.Linear(3, 1)
+    opts = [AdamW([("weight", model.weight)]), AdamW([("bias", model.bias)])]
+    if not is_list:
+        opts = [AdamW(model.named_parameters())]
+    handle = attach(opts if is_list else opts[0], uc.autoclip())
+    before = handle.numbers()
+    get_state_dict(model, opts)
+    assert all(optimizer.state for optimizer in opts)
+    assert handle.numbers() == before
+    assert handle.report is None
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_state_that_was_loaded_before_that_of_the_optimizer(*, is_list: bool) -> None:
+    """A handle that was loaded, as by `torch.distributed.checkpoint`, is not missing later."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(1 + is_list)]
+
+    def made() -> tuple[list[Optimizer], Any]:
+        opts: list[Optimizer] = [AdamW([weight]) for weight in weights]
+        return opts, attach(opts if is_list else opts[0], uc.zclip(warmup=2))
+
+    def step(opts: list[Optimizer]) -> None:
+        for weight in weights:
+            weight.grad = torch.ones(2)
+        for optimizer in opts:
+            optimizer.step()
+
+    opts, handle = made()
+    step(opts)
+    saved = handle.state_dict(), [optimizer.state_dict() for optimizer in opts]
+    for of_optimizer in saved[1]:
+        of_optimizer.pop("uniclip", None)
+    handle.remove()
+
+    opts, handle = made()
+    handle.load_state_dict(saved[0])
+    for optimizer, of_optimizer in zip(opts, saved[1], strict=True):
+        optimizer.load_state_dict(of_optimizer)
+    # A warning would be an error here.
+    step(opts)
+    assert handle.numbers()["state"]["count"] == [2]

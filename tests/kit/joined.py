@@ -375,6 +375,31 @@ def attached_before_sharding(name: str) -> None:
         assert all(p.dtype is torch.float64 for p in net.parameters())
 
 
+def changed_between_steps(*, whole_round: bool) -> None:
+    """Check that the steps of a list under FSDP2 notice another backward, or a clip, between them.
+
+    After another backward, all gradients are others, and the next step begins a round.
+    """
+    net = Net()
+    fully_sharded(net, init_device_mesh("cpu", (2,)))
+    params = list(net.parameters())
+    opts = [torch.optim.SGD(some, lr=0.1) for some in (params[:2], params[2:])]
+    handle = attach(opts, uc.by_global_norm(1e-3))
+    loss_of(net, 0, [rank()]).backward()
+    opts[0].step()
+    if whole_round:
+        loss_of(net, 1, [rank()]).backward()
+        opts[1].step()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params]).full_tensor()
+        same([norm], [torch.tensor(1e-3)], rtol=1e-5)
+        return
+    for p in params[2:]:
+        p.grad.mul_(10.0)
+    with pytest.raises(RuntimeError, match="have changed since the first step"):
+        opts[1].step()
+    handle.remove()
+
+
 LAYER_LIMITS = {"embed": 0.5, "rest": 0.1}
 
 

@@ -196,11 +196,15 @@ class GradientClipping:
         )
         warn(msg)
 
-    def only_makes_state(self) -> bool:
-        """Return whether a step only makes the optimizer's state, in all processes alike."""
+    def only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step only makes the optimizer's state, in all processes alike.
+
+        PyTorch takes such steps of the optimizers of a list one after the other, so that only the
+        rates of one are 0.
+        """
         params = self.params.tensors()
         device = params[0].device if params else None
-        moves = torch.tensor(float(not moves_nothing(self.params.groups())))
+        moves = torch.tensor(float(not moves_nothing(optimizer.param_groups)))
         return not any_found_inf(moves, follow_reference(self._all_reduce), device)
 
     def continue_round(self, optimizer: torch.optim.Optimizer) -> None:

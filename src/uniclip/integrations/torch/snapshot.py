@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from uniclip.backends.torch.private import version_of
+from uniclip.backends.torch.private import local_tensors, version_of
 
 _SAMPLE = 16
 """How many elements of a tensor are compared."""
@@ -37,9 +37,17 @@ class Snapshot:
         return not all(is_same(_first_elements(p), sample) for p, sample in self._samples)
 
 
-def _marks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the version counter and the address of each tensor."""
-    return [(version_of(p), p.data_ptr() if _is_regular(p) else id(p)) for p in tensors]
+def _marks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Return the version counter of each tensor and of its local tensor, and the address.
+
+    FSDP2 adds gradients to the local tensor of a distributed one. PyTorch's functions of lists of
+    distributed tensors change no version counter, and are not noticed.
+    """
+    marks = []
+    for p, local in zip(tensors, local_tensors(list(tensors)), strict=True):
+        address = local.data_ptr() if _is_regular(local) else id(local)
+        marks.append((version_of(p), version_of(local), address))
+    return marks
 
 
 def _is_regular(p: torch.Tensor) -> bool:

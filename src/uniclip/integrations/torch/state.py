@@ -112,7 +112,9 @@ class RuleState:
             load()
         else:
             self.reset()
+        # The optimizer may load its own part of the checkpoint after this.
         self._warns_next = False
+        self._is_loaded = True
 
     def _prepare_load(self, saved: dict[str, Any]) -> Callable[[], None]:
         """Return a function that loads a saved state, and warns of parameters without an entry.

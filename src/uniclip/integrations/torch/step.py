@@ -175,7 +175,7 @@ class Steps:
 
         self._is_skipped = False
         # A dummy step has no gradients to clip, and is not a step of the rule.
-        if kwargs == {"closure": None} and self._clipping.only_makes_state():
+        if kwargs == {"closure": None} and self._clipping.only_makes_state(optimizer):
             return None
         self._raise_if_in_backward(optimizer)
         self._raise_if_it_unscales(optimizer, kwargs)
