@@ -311,7 +311,8 @@ def _check_names(names_by_id: dict[int, str], params: list[torch.Tensor]) -> Non
             raise ValueError(msg)
     if params and names_by_id.keys().isdisjoint(map(id, params)):
         msg = (
-            "names has none of the parameters of the optimizer; pass the model that it was made for"
+            "names has none of the parameters of the optimizer; pass the model that it was made "
+            "for, and make the optimizer after fully_shard(), which replaces the parameters"
         )
         raise ValueError(msg)
 
