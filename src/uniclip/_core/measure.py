@@ -25,7 +25,7 @@ from uniclip._core.sizes import count_elements, sizes_of_counts
 from uniclip._core.tree import OpenedTree
 from uniclip._errors import summarize
 from uniclip._types import Flags, Namespace, Norms, StepOptions, Tensor
-from uniclip.backends.arithmetic import divided_by
+from uniclip.backends.arithmetic import divided_by, unstack
 from uniclip.backends.arrays import check_shape, known_true
 from uniclip.backends.base import FITS, FITS_FLOAT64, LIBRARY, NUMPY, Terms, expand_to_leaf
 from uniclip.norms import L2, Norm
@@ -432,7 +432,7 @@ def _divide_by_units(plan: Plan, units: Sequence[Tensor], terms: Terms) -> Terms
     library = plan.space.library
     rows: list[Any] = []
     for of_block in plan.split_blocks(units):
-        rows += plan.space.backend.unstack(of_block)
+        rows += unstack(plan.space.xp, of_block)
 
     divided: list[Tensor] = []
     rest = iter(terms.by_array())

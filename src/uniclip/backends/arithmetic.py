@@ -130,6 +130,14 @@ def enter_both(
         yield
 
 
+def unstack(xp: Namespace, array: A) -> list[A]:
+    """Return the rows of an array, by a single operation where there is one."""
+    # The array API standard has this function since 2023.
+    if hasattr(xp, "unstack"):
+        return list(xp.unstack(array))
+    return [array[row, ...] for row in range(array.shape[0])]
+
+
 def in_groups(values: Sequence[Any] | View, lengths: Sequence[int]) -> list[Any]:
     """Split consecutive values into groups of these lengths."""
     ends = zip(accumulate(lengths), lengths, strict=True)

@@ -10,7 +10,7 @@ another library overrides those whose default is not right for its arrays:
   `from_host`, `to_host`, `to_device_of`), and whether derivatives are recorded (`detach`,
   `to_keep`, `computation_context`, `allow_float64`, `debug_infs`);
 - hooks for speed and for changes in place (`one_norm`, `scale_all`, `clip_at_once`, `sums`,
-  `norms`, `pieces`, `scale`, `multiply`, `bound`, `unstack`, `storage`, `write`),
+  `norms`, `pieces`, `scale`, `multiply`, `bound`, `storage`, `write`),
   for constants on a device (`constant`), for CUDA graphs (`captured`), and for shards in several
   processes (`reducer`, `replicas`, `rank`);
 - hooks for *compiled* code (`opens_nodes`, `traced`, `stacks`, `fast_values`, `fence`, `cond`).
@@ -40,6 +40,7 @@ from uniclip.backends.arithmetic import (
     op_of,
     power_sum,
     times,
+    unstack,
 )
 
 Leaf: TypeAlias = object
@@ -393,7 +394,7 @@ def _rows_of(backend: Backend, block: View | Factors, users: int) -> Sequence[An
     # For a single row, an index is cheaper than an operation that returns all rows.
     if users == block.shape[0] == 1:
         return [block[0, ...]]
-    return backend.unstack(block)
+    return unstack(backend.xp, block)
 
 
 def expand_to_leaf(backend: Backend, value: Any, array: Tensor, axes: Axes) -> Any:
@@ -753,14 +754,6 @@ class Backend(Generic[A]):
         uses them.
         """
         return rows
-
-    def unstack(self, array: A) -> list[A]:
-        """Return the rows of an array, by a single operation where there is one."""
-        # The array API standard has this function since 2023.
-        unstack = getattr(self.xp, "unstack", None)
-        if unstack is not None:
-            return list(unstack(array))
-        return [array[row, ...] for row in range(array.shape[0])]
 
     def cond(self, ok: A, usual: Callable[[], list[A]], rare: Callable[[], list[A]]) -> list[A]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true,

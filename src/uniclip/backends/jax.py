@@ -121,9 +121,6 @@ def _clip(
     return jnp.where(clipped == x, x, clipped)
 
 
-namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip}))
-
-
 def _contract(array: jax.Array, factors: jax.Array, *, zero: bool) -> jax.Array:
     """Return the sum of the rows of an array, each multiplied by its factor.
 
@@ -487,9 +484,19 @@ def _fast_values(
     return jax.jit(function, inline=True)
 
 
+def _unstack(array: jax.Array, /, *, axis: int = 0) -> tuple[jax.Array, ...]:
+    """Return the parts of an array along an axis; those of a traced vector by few reductions."""
+    if array.ndim > 1 or not isinstance(array, jax.core.Tracer):
+        return tuple(jnp.unstack(array, axis=axis))
+    rows: list[jax.Array] = []
+    for start in range(0, array.shape[0], _UNSTACKED):
+        rows += _reduce_to_elements(array[start : start + _UNSTACKED])
+    return tuple(rows)
+
+
 @jax.custom_jvp  # type: ignore[untyped-decorator]
-def _unstack(array: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the rows of a vector by one reduction that has a result for each.
+def _reduce_to_elements(array: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the elements of a vector by one reduction that has a result for each.
 
     XLA compiles a product with a slice twenty times as long as one with a result of its own, and
     computes the sliced array again in each product. The row of zeros, added, makes it a reduction.
@@ -509,11 +516,16 @@ def _unstack(array: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(rows[:count])
 
 
-@_unstack.defjvp  # type: ignore[untyped-decorator]
+@_reduce_to_elements.defjvp  # type: ignore[untyped-decorator]
 def _unstack_derivative(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    return _unstack(*primals), tuple(tangents[0])
+    return _reduce_to_elements(*primals), tuple(tangents[0])
+
+
+namespace = SimpleNamespace(
+    **(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip, "unstack": _unstack})
+)
 
 
 def _sum_squares(backend: Backend[jax.Array], array: jax.Array, axes: Axes) -> jax.Array:
@@ -776,14 +788,6 @@ class _JAX(Backend[jax.Array]):
         # XLA would turn the sum of k stacked numbers into k additions, and copy all of them into
         # each user of the sum.
         return jax.lax.optimization_barrier(rows) if self.traced(rows) else rows
-
-    def unstack(self, array: jax.Array) -> list[jax.Array]:
-        if array.ndim > 1 or not self.traced(array):
-            return super().unstack(array)
-        rows: list[jax.Array] = []
-        for start in range(0, array.shape[0], _UNSTACKED):
-            rows += _unstack(array[start : start + _UNSTACKED])
-        return rows
 
     def cond(
         self,

@@ -291,10 +291,6 @@ class _Torch(dtensor.Distributed):
                 own_rows = [operand[rows] for operand in expanded]
                 array[rows].copy_(function(array[rows], *own_rows))
 
-    # The standard's way has no batching rule under vmap.
-    def unstack(self, array: Array) -> list[Array]:
-        return list(array.unbind())
-
     def cond(
         self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]
     ) -> list[Array]:

@@ -82,6 +82,11 @@ def _clip(x: torch.Tensor, /, min: _Bound = None, max: _Bound = None) -> torch.T
     return compat.clip(x, min, max)
 
 
+def _unstack(x: torch.Tensor, /, *, axis: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a tensor along an axis; that of array-api-compat fails under vmap."""
+    return x.unbind(axis)
+
+
 namespace = SimpleNamespace(
     **(
         vars(compat)
@@ -90,6 +95,7 @@ namespace = SimpleNamespace(
             "clip": _clip,
             "isfinite": _isfinite,
             "result_type": _result_type,
+            "unstack": _unstack,
             "where": torch.where,
         }
     )
