@@ -48,9 +48,10 @@ def test_speed(tmp_path: Path) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))
     assert results["about"].keys() == {"cpu", "cores", "date", "versions"}
     assert [row["clipped"] for row in results["rows"]] == [False, True]
-    assert all(
-        row["us"].keys() == {"native", "clip_grad_norm_", "attach"} for row in results["rows"]
-    )
+    capped = "chain(zclip, by_global_norm)"
+    names = {"native", "clip_grad_norm_", "attach", "nonfinite='skip'", capped}
+    # Nothing but a spike is clipped by zclip.
+    assert [row["us"].keys() for row in results["rows"]] == [names | {"zclip"}, names]
 
 
 def test_gpu_without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +84,6 @@ def test_growth() -> None:
 
 def test_wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark fails if the timed function does not clip."""
-    monkeypatch.setattr(steps, "clips", lambda params, limit: {"native": lambda: None})
+    monkeypatch.setattr(steps, "clips", lambda params, limit, clipped: {"native": lambda: None})
     with pytest.raises(ValueError, match="after native the norm is"):
         list(steps.measure("torch", "16 elements", 1))
