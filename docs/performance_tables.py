@@ -52,7 +52,7 @@ def parts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
             ],
             for_adopters(torch, trees[1:], processes["rows"], gpu["rows"]),
         ),
-        "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
+        "quartiles": table(["", "native", *ADOPTED.values()], quartiles(torch)),
         "rules": table(
             ["a step of SGD", *[row["what"] for row in rules["rows"]]], costs(rules["rows"])
         ),
@@ -134,7 +134,9 @@ def quartiles(rows: list[Row]) -> Iterator[list[str]]:
     """Yield the native function's time, and the speedups with quartiles."""
     for row in rows:
         title = f"{row['what']}, {'' if row['clipped'] else 'not '}clipped"
-        yield [title, duration(row["us"]["native"]), *[spread(row["times"][way]) for way in WAYS]]
+        times = row["times"]
+        ratios = [spread(times[name]) if name in times else "-" for name in ADOPTED]
+        yield [title, duration(row["us"]["native"]), *ratios]
 
 
 def costs(rows: list[Row]) -> Iterator[list[str]]:
