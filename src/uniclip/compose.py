@@ -286,7 +286,7 @@ class EachArray(BaseRule):
         """Replace each gradient array, or the stored values of a sparse one,
         elements at a repeated index summed.
         """
-        opened = open_tree(grads, in_place=step.in_place, whole=True)
+        opened = open_tree(grads, in_place=step.in_place, as_given=True)
         with opened.backend.computation_context(opened.first):
             # An array that is written in place through two leaves must change only once.
             repeated: set[int] = set()

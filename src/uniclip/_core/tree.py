@@ -184,11 +184,12 @@ class OpenedTree(NamedTuple):
 
 
 def open_tree(
-    tree: Tree, name: str = "grads", *, in_place: bool = False, whole: bool = False
+    tree: Tree, name: str = "grads", *, in_place: bool = False, as_given: bool = False
 ) -> OpenedTree:
     """Open a tree of gradients, or of parameters if ``name`` is ``"params"``.
 
-    With ``whole``, integers and distributed arrays stay as they are, for a function of each array.
+    With ``as_given``, integers and distributed arrays stay as they are, for a function of each
+    array.
 
     Raises
     ------
@@ -196,7 +197,7 @@ def open_tree(
         If a leaf is not an array, leaves belong to two frameworks, or, with ``in_place``, leaves
         are immutable or hold integers.
     """
-    return open_leaves(flatten_known(tree), name, in_place=in_place, whole=whole)
+    return open_leaves(flatten_known(tree), name, in_place=in_place, as_given=as_given)
 
 
 def open_leaves(
@@ -204,19 +205,19 @@ def open_leaves(
     name: str = "grads",
     *,
     in_place: bool = False,
-    whole: bool = False,
+    as_given: bool = False,
 ) -> OpenedTree:
     """Implement `open_tree`, given the leaves and the structure from `flatten_known`."""
-    tree = _open_familiar(flat, name, in_place=in_place, whole=whole)
+    tree = _open_familiar(flat, name, in_place=in_place, as_given=as_given)
     if tree is None:
-        tree = _open_new(flat, name, in_place=in_place, whole=whole)
+        tree = _open_new(flat, name, in_place=in_place, as_given=as_given)
     if in_place:
-        _raise_if_not_writable(tree, whole=whole)
+        _raise_if_not_writable(tree, as_given=as_given)
     return tree
 
 
 def _open_familiar(
-    flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, whole: bool
+    flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, as_given: bool
 ) -> OpenedTree | None:
     """Open leaves of a cached signature, whose `LeafInfo` lists the leaves to unwrap.
 
@@ -227,37 +228,37 @@ def _open_familiar(
     backend = BACKEND_CACHE.get(type(present[0])) if present else None
     if backend is None:
         return None
-    local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
+    local, shards = (leaves, NO_SHARDS) if as_given else backend.open_shards(leaves)
     signature = _signature(backend, local, shards) if shards else backend.signature(local)
-    leaf_info = backend.leaf_infos.get((name, whole, signature))
+    leaf_info = backend.leaf_infos.get((name, as_given, signature))
     if leaf_info is None:
         return None
 
     arrays = local
     wrapped: dict[int, WrappedLeaf] = {}
     if leaf_info.wrapped:
-        unwrap = partial(_unwrap, backend, in_place=in_place, whole=whole)
+        unwrap = partial(_unwrap, backend, in_place=in_place, as_given=as_given)
         arrays, wrapped = _unwrap_each(backend, local, leaf_info.wrapped, unwrap)
     return OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
 
 
 def _open_new(
-    flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, whole: bool
+    flat: tuple[list[Leaf], Spec], name: str, *, in_place: bool, as_given: bool
 ) -> OpenedTree:
     """Open the leaves of any tree: find their library, check each, and keep a `LeafInfo`."""
     leaves, spec = open_containers(*flat, name)
     backend = backend_for(leaves, name, spec)
-    local, shards = (leaves, NO_SHARDS) if whole else backend.open_shards(leaves)
+    local, shards = (leaves, NO_SHARDS) if as_given else backend.open_shards(leaves)
     present = [number for number, leaf in enumerate(leaves) if leaf is not None]
     arrays = local
     wrapped: dict[int, WrappedLeaf] = {}
     if present:
-        unwrap = partial(_unwrap, backend, in_place=in_place, whole=whole)
+        unwrap = partial(_unwrap, backend, in_place=in_place, as_given=as_given)
         arrays, wrapped = _unwrap_each(backend, local, present, unwrap)
 
     with backend.computation_context():
         leaf_info = LeafInfo(backend, arrays, tuple(wrapped))
-    leaf_info = _keep_leaf_info(leaf_info, (name, whole, _signature(backend, local, shards)))
+    leaf_info = _keep_leaf_info(leaf_info, (name, as_given, _signature(backend, local, shards)))
     return OpenedTree(leaf_info, leaves, arrays, spec, name, in_place, wrapped, shards, arrays)
 
 
@@ -299,10 +300,10 @@ def _keep_leaf_info(leaf_info: LeafInfo, key: tuple[str, bool, Any]) -> LeafInfo
     return leaf_infos.setdefault(key, leaf_info)
 
 
-def _raise_if_not_writable(tree: OpenedTree, *, whole: bool) -> None:
+def _raise_if_not_writable(tree: OpenedTree, *, as_given: bool) -> None:
     """Raise if leaves that never change, or integers by a rule of norms, would be changed."""
     for number in tree.wrapped:
-        if not whole and tree.is_integral(number):
+        if not as_given and tree.is_integral(number):
             msg = (
                 f"{tree.expression(number)} holds integers, which a rule of norms scales to "
                 "fractions, so they can't be clipped in place; use clipped, report = "
@@ -315,15 +316,15 @@ def _raise_if_not_writable(tree: OpenedTree, *, whole: bool) -> None:
         find_shared_storage(tree.backend, tree.leaves, tree.expression)
 
 
-def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+def _unwrap(backend: Backend, leaf: Leaf, *, in_place: bool, as_given: bool) -> WrappedLeaf | None:
     """Return the dense array in a leaf and the way back, ``None`` if the leaf is that array.
 
     Layers, such as float8 in a distributed tensor, are opened one by one.
     """
-    outer = backend.unwrap(leaf, in_place=in_place, whole=whole)
+    outer = backend.unwrap(leaf, in_place=in_place, as_given=as_given)
     if outer is None:
         return None
-    inner = _unwrap(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
+    inner = _unwrap(backend, outer.array, in_place=in_place and not outer.copied, as_given=as_given)
     if inner is None:
         return outer
 

@@ -473,13 +473,13 @@ class Backend(Generic[A]):
         """
         return None
 
-    def unwrap(self, leaf: Any, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    def unwrap(self, leaf: Any, *, in_place: bool, as_given: bool) -> WrappedLeaf | None:
         """Return the dense array in a leaf of another format; it may be such a leaf again.
 
         Return ``None`` for a dense floating-point leaf. `signature` must tell the formats apart.
-        With ``whole``, integers and distributed arrays stay as they are, except partial sums.
+        With ``as_given``, integers and distributed arrays stay as they are, except partial sums.
         """
-        if whole or not self.xp.isdtype(leaf.dtype, "integral"):
+        if as_given or not self.xp.isdtype(leaf.dtype, "integral"):
             return None
         default_dtype = self.xp.asarray(1.0).dtype
         return WrappedLeaf(self.xp.astype(leaf, default_dtype))

@@ -770,13 +770,13 @@ class _JAX(Backend[jax.Array]):
         return bool(array.is_fully_addressable or array.is_fully_replicated)
 
     def unwrap(
-        self, leaf: jax.Array | sparse.BCOO, *, in_place: bool, whole: bool
+        self, leaf: jax.Array | sparse.BCOO, *, in_place: bool, as_given: bool
     ) -> WrappedLeaf | None:
         # JAX does not promote float8.
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):
             return WrappedLeaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
-            return super().unwrap(leaf, in_place=in_place, whole=whole)
+            return super().unwrap(leaf, in_place=in_place, as_given=as_given)
         return _unwrap_bcoo(leaf)
 
     def fast_values(

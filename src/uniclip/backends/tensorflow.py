@@ -408,13 +408,13 @@ class _TensorFlow(Backend[tf.Tensor]):
         return (flat[rows] for rows in row_slices(flat.shape))
 
     def unwrap(
-        self, leaf: tf.Tensor | tf.Variable | tf.IndexedSlices, *, in_place: bool, whole: bool
+        self, leaf: tf.Tensor | tf.Variable | tf.IndexedSlices, *, in_place: bool, as_given: bool
     ) -> WrappedLeaf | None:
         if isinstance(leaf, tf.Variable):
             return WrappedLeaf(tf.convert_to_tensor(leaf))
         if isinstance(leaf, tf.IndexedSlices):
-            return _unwrap_slices(leaf, whole=whole)
-        return super().unwrap(leaf, in_place=in_place, whole=whole)
+            return _unwrap_slices(leaf, as_given=as_given)
+        return super().unwrap(leaf, in_place=in_place, as_given=as_given)
 
     def cond(
         self,
@@ -491,12 +491,12 @@ def _sum_squares_in_rows(array: tf.Tensor) -> tf.Tensor:
     return tf.cast(total, array.dtype)
 
 
-def _unwrap_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
+def _unwrap_slices(slices: tf.IndexedSlices, *, as_given: bool) -> WrappedLeaf:
     """Return the values, float32 or wider, with each row's sum at its first occurrence,
     and zeros at later ones.
 
-    The number of rows stays the same, as XLA must know it, and so do the indices. If ``whole``, for
-    a function that may not map 0 to 0, later ones are made zeros again.
+    The number of rows stays the same, as XLA must know it, and so do the indices. If ``as_given``,
+    for a function that may not map 0 to 0, later ones are made zeros again.
     """
     # The number of the first occurrence of each row's index.
     values = tf.convert_to_tensor(slices.values)
@@ -506,7 +506,7 @@ def _unwrap_slices(slices: tf.IndexedSlices, *, whole: bool) -> WrappedLeaf:
 
     def rebuild(new: tf.Tensor) -> tf.IndexedSlices:
         # A segment with a negative number is dropped.
-        if whole:
+        if as_given:
             kept = tf.where(tf.equal(first, tf.range(count)), first, -1)
             new = tf.math.unsorted_segment_sum(new, kept, count)
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)

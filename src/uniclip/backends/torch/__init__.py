@@ -245,16 +245,16 @@ class _Torch(dtensor.Distributed):
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def unwrap(self, leaf: Array, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+    def unwrap(self, leaf: Array, *, in_place: bool, as_given: bool) -> WrappedLeaf | None:
         if leaf.dtype in STORAGE:
             return WrappedLeaf(leaf.to(torch.float32), leaf.copy_ if in_place else unchanged)
         if is_dtensor(leaf):
-            return dtensor.open_partial(leaf, in_place=in_place, whole=whole)
+            return dtensor.open_partial(leaf, in_place=in_place, as_given=as_given)
         if leaf.layout is torch.sparse_coo:
             return open_coo(leaf, in_place=in_place)
         if leaf.layout in COMPRESSED:
             return open_compressed(leaf)
-        return super().unwrap(leaf, in_place=in_place, whole=whole)
+        return super().unwrap(leaf, in_place=in_place, as_given=as_given)
 
     def storage(self, leaves: list[Array]) -> list[Storage] | None:
         local = leaves

@@ -258,13 +258,13 @@ class LocalShard:
         )
 
 
-def open_partial(leaf: DTensor, *, in_place: bool, whole: bool) -> WrappedLeaf | None:
+def open_partial(leaf: DTensor, *, in_place: bool, as_given: bool) -> WrappedLeaf | None:
     """Return a partial tensor summed, as a whole or as its local tensor; ``None`` for others."""
     if not any([p.is_partial() for p in leaf.placements]):
         return None
     total = sum_partials(leaf)
     rebuild = partial(write_sum if in_place else divide_sum, leaf)
-    if whole:
+    if as_given:
         return WrappedLeaf(total, lambda new: rebuild(new.to_local()))
     return WrappedLeaf(_local_of(total), rebuild)
 
