@@ -305,6 +305,8 @@ def kernels(rule: Any, leaves: int, dtype: str) -> int:
     needed = "params" in getattr(getattr(rule, "limit", None), "needs", ())
     with on_torch():
         state = rule.init(grads)
+        # The first step of a process sends constants, which are kept on the device.
+        rule.update(grads, state, params if needed else None)
         with Kernels():
             rule.update(grads, state, params if needed else None, in_place=True)
     return count
