@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -100,6 +101,19 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
         yield {"clipped": clipped, **interleave(calls, make_gradients, rounds)}
 
 
+class NoStep:
+    """An object with parameters, whose step does nothing.
+
+    The step of one of PyTorch's optimizers would take time of its own.
+    """
+
+    def __init__(self, params: list[Any]) -> None:
+        self.param_groups = [{"params": params}]
+
+    def step(self) -> None:
+        """Change nothing."""
+
+
 def clips(params: list[Any], limit: float, *, clipped: bool) -> dict[str, Call]:
     """Return the functions that only clip gradients."""
     import torch
@@ -124,22 +138,17 @@ def clips(params: list[Any], limit: float, *, clipped: bool) -> dict[str, Call]:
 
 def attached_step(params: list[Any], rule: uc.Rule | uc.Chain) -> Call:
     """Return a step that clips, and does nothing else."""
-    import torch
-
     from uniclip.integrations.torch import attach
 
-    class NoStep(torch.optim.Optimizer):
-        """An optimizer that changes nothing."""
+    attached = NoStep(params)
+    # It cannot save the state of a rule.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attach(attached, rule)
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Change nothing."""
-
-    optimizer = NoStep(params, {})
-    attach(optimizer, rule)
-
-    # The method alone would not keep the optimizer.
+    # The step alone would not keep the object.
     def step() -> None:
-        optimizer.step()
+        attached.step()
 
     return step
 
