@@ -14,10 +14,10 @@ WAYS = ("clip_grad_norm_", "attach")
 """The two ways to clip in PyTorch."""
 ADOPTED = {
     "clip_grad_norm_": "`clip_grad_norm_`",
-    "attach": "`attach` with `by_global_norm`",
-    "nonfinite='skip'": "`by_global_norm`, `nonfinite='skip'`",
+    "attach": "`attach`",
+    "nonfinite='skip'": "skip",
     "zclip": "`zclip`",
-    "chain(zclip, by_global_norm)": "`chain(zclip, by_global_norm)`",
+    "chain(zclip, by_global_norm)": "`zclip`, cap",
 }
 """The rows of the README's table."""
 SHARDED = "FSDP2, 148 parameters"
@@ -104,7 +104,7 @@ def for_adopters(
     """
     columns = [[row for row in steps if row["what"] == tree] for tree in trees]
     columns.append([row for row in processes if row["what"] == SHARDED])
-    for title, name in (("PyTorch's `clip_grad_norm_`", "native"), ("`attach`", "attach")):
+    for title, name in (("PyTorch", "native"), ("`attach`", "attach")):
         cells = [pair([duration(row["us"][name]) for row in some]) for some in columns]
         yield [f"{title}, time", *cells, *["-"] * len(DTYPES)]
 
