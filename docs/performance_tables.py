@@ -105,8 +105,8 @@ def for_adopters(
     columns = [[row for row in steps if row["what"] == tree] for tree in trees]
     columns.append([row for row in processes if row["what"] == SHARDED])
     for title, name in (("PyTorch", "native"), ("`attach`", "attach")):
-        cells = [pair([duration(row["us"][name]) for row in some]) for some in columns]
-        yield [f"{title}, time", *cells, *["-"] * len(DTYPES)]
+        cells = [pair([f"{row['us'][name]:,.0f}" for row in some]) for some in columns]
+        yield [f"{title}, µs", *cells, *["-"] * len(DTYPES)]
 
     for name, title in ADOPTED.items():
         what = f"{'global norm' if name == 'clip_grad_norm_' else name}, GPT-2"
