@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timing import CALLS, NATIVE, Row, quartiles, row
+from timing import NATIVE, Row, in_turn, quartiles, row
 
 import uniclip as uc
 
@@ -67,24 +66,12 @@ def work(rank: int, folder: str, stage: int, rounds: int) -> None:
     batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank))
 
     # An engine takes a step after each backward pass, so the passes are not shared.
-    shuffle = random.Random(0).shuffle  # noqa: S311 - no secret
-    order = list(engines)
-    medians: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(rounds + 1):
-        spent: dict[str, list[float]] = {name: [] for name in engines}
-        for _ in range(CALLS):
-            shuffle(order)
-            for name in order:
-                engine = engines[name]
-                engine.backward(engine(batch).square().sum())
-                distributed.barrier()
-                start = time.thread_time()
-                engine.step()
-                spent[name].append(time.thread_time() - start)
-        for name, seconds in spent.items():
-            medians[name].append(float(np.median(seconds)))
+    def make_gradients(name: str) -> None:
+        engines[name].backward(engines[name](batch).square().sum())
+        distributed.barrier()
 
-    seconds = {name: found[1:] for name, found in medians.items()}
+    calls = {name: engine.step for name, engine in engines.items()}
+    seconds = in_turn(calls, make_gradients, rounds, time.thread_time)
     native = np.asarray(seconds[NATIVE])
     host = {name: quartiles(np.asarray(found) / native) for name, found in seconds.items()}
     if rank == 0:

@@ -111,7 +111,7 @@ def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
     runs = {
         name: partial(programs[name], grads, state, params) for name, (_, state) in made.items()
     }
-    yield {"stage": "a run", **interleave(runs, lambda: None, rounds)}
+    yield {"stage": "a run", **interleave(runs, lambda _: None, rounds)}
 
 
 def build_program(

@@ -53,7 +53,7 @@ def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
         make_gradients()
         for call in calls.values():
             call()
-    seconds = in_turn(calls, make_gradients, rounds)
+    seconds = in_turn(calls, lambda _: make_gradients(), rounds)
     constant = np.asarray(seconds[CONSTANT])
     cost = {name: quartiles(np.asarray(seconds[name]) / constant) for name in RULES}
     yield {"clipped": True, **row(seconds), "cost": cost}

@@ -66,7 +66,7 @@ def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
     rng, sizes = np.random.default_rng(0), NETS[what]
     data = rng.normal(size=(BATCH, sizes[0])).astype("f"), rng.integers(sizes[-1], size=BATCH)
     steps = {"tensorflow": keras_steps, "jax": optax_steps}[framework](sizes, *data)
-    yield {"clipped": True, **interleave(dict(steps), lambda: None, rounds)}
+    yield {"clipped": True, **interleave(dict(steps), lambda _: None, rounds)}
 
 
 def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
@@ -98,7 +98,7 @@ def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
             if not math.isclose(norm(), min(before, limit), rel_tol=1e-3):
                 msg = f"{what}: after {name} the norm is {norm()}, and the limit {limit}"
                 raise ValueError(msg)
-        yield {"clipped": clipped, **interleave(calls, make_gradients, rounds)}
+        yield {"clipped": clipped, **interleave(calls, lambda _: make_gradients(), rounds)}
 
 
 class NoStep:

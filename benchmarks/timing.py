@@ -16,17 +16,19 @@ CALLS = 20
 """The number of calls in a round."""
 NATIVE = "native"
 Call = Callable[[], object]
+Prepare = Callable[[str], object]
+"""A function of the name of the call that comes next."""
 Row = dict[str, Any]
 
 
-def interleave(calls: dict[str, Call], prepare: Call, rounds: int) -> Row:
-    """Return the row of calls in a random order, each after an untimed ``prepare()``."""
+def interleave(calls: dict[str, Call], prepare: Prepare, rounds: int) -> Row:
+    """Return the row of calls in a random order, each after an untimed ``prepare(name)``."""
     return row(in_turn(calls, prepare, rounds))
 
 
 def in_turn(
     calls: dict[str, Call],
-    prepare: Call,
+    prepare: Prepare,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
@@ -38,7 +40,7 @@ def in_turn(
         for _ in range(CALLS):
             shuffle(order)
             for name in order:
-                prepare()
+                prepare(name)
                 start = clock()
                 calls[name]()
                 spent[name].append(clock() - start)
